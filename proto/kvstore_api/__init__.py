@@ -1,0 +1,1 @@
+"""Generated gRPC stubs of the service; see `kvstore.proto`."""
