@@ -68,16 +68,20 @@ class DataDir:
         return cls(path, lock_fd, index, slab)
 
     def recover(self, progress: Progress | None = None) -> Iterator[Entry]:
-        """Every block whose record is whole and whose slot is really there, once a slot. The rest is deleted from the
-        index.
+        """Every block whose record is whole and whose slot is really there, once a slot.
 
-        Payloads aren't read: a torn one shows at its first restore (and in `fsck`). Of two records that claim one
-        slot neither is given back. Parents may come after children.
+        What doesn't hold is deleted from the index, and segments that hold nothing any more are dropped. Payloads aren't
+        read: a torn one shows at its first restore (and in `fsck`). Of two records that claim one slot neither is given
+        back. Parents may come after children.
         """
         keep, bad = self._sort_out(progress)
         self.num_dropped = len(bad)
         for start in range(0, len(bad), 10_000):
             self.index.commit(deletes=bad[start : start + 10_000])
+        used = {entry.slot // self.slab.segment_bytes for entry in keep}
+        for index in self.slab.segments():
+            if index not in used:
+                self.slab.drop_segment(index)
         yield from keep
 
     def _sort_out(self, progress: Progress | None) -> tuple[list[Entry], list[bytes]]:

@@ -145,8 +145,8 @@ class BlockIndex:
         return [None if raw is None else _entry_or_none(raw) for raw in found]
 
     def scan(self, progress: Callable[[int, int], None] | None = None) -> Iterator[Entry | bytes]:
-        """Every block, in order of key; the bare key of one whose record is damaged. `progress(done, total)` now and
-        then.
+        """Every block, in order of key; the bare key where the record is damaged or foreign. `progress(done, total)`
+        now and then.
 
         Streams in short transactions, so that the writer's old data can be reused meanwhile.
         """
@@ -156,7 +156,8 @@ class BlockIndex:
             if not rows:
                 return
             for key, raw in rows:
-                yield _entry_or_none(raw) or key
+                entry = _entry_or_none(raw)
+                yield entry if entry is not None and entry.key == key else key
             last = rows[-1][0]
             done += len(rows)
             if progress is not None:

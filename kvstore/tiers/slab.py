@@ -14,6 +14,7 @@ Written by one process (the data directory's lock). Clients read through descrip
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import threading
@@ -26,6 +27,7 @@ from kvstore.tiers.files import Faults, OpenFile, probe_direct
 from kvstore.tiers.moves import File
 
 DEFAULT_SEGMENT_BYTES = 256 << 20
+log = logging.getLogger(__name__)
 _NAME = re.compile(r"(\d{6,})\.seg")
 
 
@@ -58,8 +60,14 @@ class Slab:
         segment_bytes: int = DEFAULT_SEGMENT_BYTES,
         reserve_bytes: int = 0,
         faults: Faults | None = None,
+        *,
+        mend: bool = True,
     ) -> Slab:
-        """Open the segments that are there; make none. Raises SetupError: sizes don't fit, folder not usable."""
+        """Open the segments that are there; make none. Raises SetupError: sizes don't fit, folder not usable.
+
+        A segment of wrong length (cut off, or killed while it was made) gets its length back when `mend`: blocks in
+        its good part stay, the others show as checksum mismatches.
+        """
         if segment_bytes <= 0 or segment_bytes % SLOT_ALIGN:
             raise SetupError(f"nvme.segment_bytes: {segment_bytes} is no multiple of {SLOT_ALIGN}; use e.g. 268435456")
         if capacity_bytes < segment_bytes:
@@ -70,7 +78,7 @@ class Slab:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             slab = cls(folder, capacity_bytes, segment_bytes, reserve_bytes, probe_direct(folder), faults)
-            slab._open_existing()
+            slab._open_existing(mend)
         except OSError as error:
             raise SetupError(f"nvme.dir: {folder}: {error.strerror}; give a directory this user can write") from None
         return slab
@@ -145,15 +153,16 @@ class Slab:
                 file.close()
             self._files.clear()
 
-    def _open_existing(self) -> None:
+    def _open_existing(self, mend: bool) -> None:
         for entry in sorted(self.folder.iterdir()):
             index = segment_index(entry.name)
             if index is None:
                 continue
-            if entry.stat().st_size != self.segment_bytes:
-                entry.unlink()  # made but never finished (killed in between): nothing in it was ever acknowledged
-                continue
-            self._files[index] = OpenFile.open(entry, os.O_RDWR, direct=self.direct, faults=self._faults)
+            file = OpenFile.open(entry, os.O_RDWR, direct=self.direct, faults=self._faults)
+            if mend and file.size() != self.segment_bytes:
+                log.warning("%s: %d bytes instead of %d; mended", entry, file.size(), self.segment_bytes)
+                os.ftruncate(file.fd, self.segment_bytes)
+            self._files[index] = file
 
     def _make(self, index: int) -> OpenFile:
         with self._lock:
