@@ -1,0 +1,341 @@
+"""Making room, and moving blocks between tiers.
+
+    make_room:  evict clean victims of a tier until a slot is free; where eviction takes I/O, start it and say "later"
+    clean:      copy dirty blocks of a tier down, in order of sealing, so that victims are nearly always copies
+    keep_free:  in durable tiers, evict a little ahead of demand, since a slot is free only after its record is deleted
+
+A dirty block is evicted without a copy only when nobody holds its branch any more, or when the tier below can't take it.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from kvstore.core.blocks import Block, Residency
+from kvstore.core.commands import Move, MoveItem, Unpublish
+from kvstore.core.events import Lost, MoveDone, TierAlive, UnpublishDone
+from kvstore.core.state import (
+    DRAINING,
+    FILLING,
+    READY,
+    MoveOp,
+    Pool,
+    State,
+    UnpublishOp,
+    drop,
+    free_slot,
+    make_ready,
+    path_of,
+    place,
+    readable,
+    refresh,
+    update_visibility,
+)
+from kvstore.core.types import OpId, Slot, Tier
+
+DIRTY_SCAN_MAX = 1024
+VICTIMS_MAX = 4096
+
+
+class Room(IntEnum):
+    """Outcome of `make_room`."""
+
+    FREE = 0
+    LATER = 1
+    NONE = 2
+
+
+def make_room(s: State, pool: Pool, size_class: int, now_ns: int) -> Room:
+    """Try to have one free slot of `size_class`. LATER: I/O is under way that will free one."""
+    for _ in range(VICTIMS_MAX):
+        if pool.slots.num_free(size_class):
+            return Room.FREE
+        victim = _victim(pool, size_class, now_ns)
+        if victim is None:
+            break
+        if pool.config.durable:
+            evict_durable(s, pool, [victim], now_ns)
+            return Room.LATER
+        drop(s, victim, pool, now_ns, "evicted")
+    if pool.slots.num_free(size_class):
+        return Room.FREE
+    if pool.num_draining or _cleaning(s, pool) or clean(s, pool, now_ns, force=True):
+        return Room.LATER
+    return Room.FREE if _drop_dirty(s, pool, size_class, now_ns) else Room.NONE
+
+
+def _victim(pool: Pool, size_class: int, now_ns: int) -> Block | None:
+    """The worst candidate of the class itself, else of the class with the most candidates."""
+    if pool.num_candidates.get(size_class):
+        return pool.policy(size_class).victim(now_ns)
+    other = max(pool.num_candidates, key=pool.num_candidates.__getitem__, default=0)
+    return pool.policy(other).victim(now_ns) if other and pool.num_candidates[other] else None
+
+
+def _cleaning(s: State, pool: Pool) -> bool:
+    return any(isinstance(op, MoveOp) and op.source is pool for op in s.ops.values()) if s.moves_in_flight else False
+
+
+def _drop_dirty(s: State, pool: Pool, size_class: int, now_ns: int) -> bool:
+    """Last resort when the tier below takes nothing: drop the oldest dirty leaf that nobody uses right now."""
+    for index, block in enumerate(pool.dirty):
+        if index >= DIRTY_SCAN_MAX:
+            return False
+        residency = block.residencies[pool.tier]
+        assert residency is not None
+        if block.size_class == size_class and not block.kids and not block.leases and not residency.holds:
+            drop(s, block, pool, now_ns, "evicted: no room below")
+            return True
+    return False
+
+
+def evict_durable(s: State, pool: Pool, victims: list[Block], now_ns: int, reason: str = "evicted") -> None:
+    """Unpublish, and free the slots once the deletion of the records is committed."""
+    op = UnpublishOp(pool, [], [])
+    op_id = s.new_op(op)
+    for block in victims:
+        op.names.append((s.space_list[block.space].id, block.hash))
+        op.slots.append(drop(s, block, pool, now_ns, reason, keep_slot=True))
+        pool.num_draining += 1
+    s.out.append(Unpublish(op_id, pool.tier, tuple(op.names)))
+
+
+def on_unpublish_done(s: State, e: UnpublishDone, now_ns: int) -> None:
+    op = s.ops.pop(e.op, None)
+    if not isinstance(op, UnpublishOp):
+        s.num_stale += 1
+        return
+    for slot in op.slots:
+        op.pool.num_draining -= 1
+        free_slot(s, op.pool, slot)
+
+
+# ---- copying down
+
+
+def background(s: State, now_ns: int) -> None:
+    """After every event: start what should be under way."""
+    for pool in s.pools.values():
+        if pool.dirty and pool.dirty_bytes > pool.config.clean_above * pool.slots.capacity_bytes:
+            clean(s, pool, now_ns)
+        if pool.config.free_target:
+            keep_free(s, pool, now_ns)
+
+
+def keep_free(s: State, pool: Pool, now_ns: int) -> None:
+    """Evict ahead of demand, a batch at a time."""
+    for size_class, count in pool.num_candidates.items():
+        target = min(int(pool.config.free_target * pool.slots.capacity(size_class)), s.limits.num_move_items)
+        short = target - pool.slots.num_free(size_class) - pool.num_draining
+        for _ in range(min(short, count)):
+            victim = pool.policy(size_class).victim(now_ns)
+            if victim is None:
+                break
+            evict_durable(s, pool, [victim], now_ns)
+
+
+def clean(s: State, pool: Pool, now_ns: int, force: bool = False, only: list[Block] | None = None) -> bool:
+    """Start one move of dirty blocks to the tier below. True when something was started.
+
+    `only`: blocks that a client waits for, in path order; they go before the others and past the limit on moves in flight.
+    """
+    target = pool.sink
+    if target is None or (only is None and s.moves_in_flight >= s.limits.num_moves_in_flight):
+        return False
+    items: list[MoveItem] = []
+    op = MoveOp(pool, target, [])
+    op_id = s.new_op(op)
+    for block in _to_clean(s, pool, target, only):
+        slot = _slot_below(s, target, block.size_class, now_ns)
+        if slot is None:
+            break
+        items.append(_start_copy(s, op, op_id, block, slot, now_ns))
+    if not items:
+        del s.ops[op_id]
+        return False
+    s.moves_in_flight += 1
+    s.out.append(Move(op_id, pool.tier, target.tier, tuple(items), urgent=only is not None or force))
+    return True
+
+
+def _to_clean(s: State, pool: Pool, target: Pool, only: list[Block] | None) -> list[Block]:
+    """Dirty blocks in an order that keeps the lower tier prefix-closed; at most one move's worth."""
+    chosen: dict[Block, None] = {}
+    scanned = 0
+    for block in only if only is not None else pool.dirty:
+        scanned += 1
+        if len(chosen) >= s.limits.num_move_items or scanned > DIRTY_SCAN_MAX:
+            break
+        for ancestor in _missing_below(block, pool, target, chosen):
+            chosen[ancestor] = None
+    return list(chosen)
+
+
+def _missing_below(block: Block, pool: Pool, target: Pool, chosen: dict[Block, None]) -> list[Block]:
+    """The block and those of its ancestors that the lower tier lacks, parents first; empty when one can't be copied."""
+    chain: list[Block] = []
+    b: Block | None = block
+    while b is not None and b.residencies[target.tier] is None and b not in chosen:
+        residency = b.residencies[pool.tier]
+        if residency is None or residency.state != READY:
+            return []
+        chain.append(b)
+        b = b.parent
+    chain.reverse()
+    return chain
+
+
+def _slot_below(s: State, target: Pool, size_class: int, now_ns: int) -> Slot | None:
+    if not target.slots.num_free(size_class) and make_room(s, target, size_class, now_ns) != Room.FREE:
+        return None
+    return target.slots.allocate(size_class)
+
+
+def _start_copy(s: State, op: MoveOp, op_id: OpId, block: Block, slot: Slot, now_ns: int) -> MoveItem:
+    source = block.residencies[op.source.tier]
+    assert source is not None and source.state == READY
+    source.holds += 1
+    target = place(s, block, op.target, slot, op_id, now_ns)
+    op.blocks.append((block, source, target))
+    refresh(s, block, now_ns)
+    return MoveItem(block, source.slot, slot)
+
+
+def on_move_done(s: State, e: MoveDone, now_ns: int) -> None:
+    op = s.ops.pop(e.op, None)
+    if not isinstance(op, MoveOp):
+        s.num_stale += 1
+        return
+    s.moves_in_flight -= 1
+    if e.tier_dead:
+        set_alive(s, op.target, False, now_ns)
+    failed, corrupt = set(e.failed) | set(e.corrupt), set(e.corrupt)
+    for index, (block, source, target) in enumerate(op.blocks):
+        assert target.state == FILLING
+        if index in failed:
+            drop(s, block, op.target, now_ns, "copy failed")
+        else:
+            make_ready(s, block, op.target, now_ns)
+        release_hold(s, block, source, op.source, now_ns)
+        if index in corrupt and block.residencies[op.source.tier] is source:
+            lose(s, block, op.source, now_ns)
+
+
+# ---- losing
+
+
+def lose(s: State, block: Block, pool: Pool, now_ns: int) -> None:
+    """A copy is wrong or gone. In a durable tier its record is deleted before the slot is used again."""
+    residency = block.residencies[pool.tier]
+    if residency is None or residency.state != READY:
+        return
+    if not residency.holds:
+        _remove_lost(s, block, pool, now_ns)
+        return
+    residency.state = DRAINING  # goes when the last reader or writer ends
+    pool.num_ready -= 1
+    pool.num_draining += 1
+    refresh(s, block, now_ns)
+    update_visibility(s, block)
+    if block.kids and not readable(block):
+        s.ghosts.setdefault(block, now_ns)
+
+
+def _remove_lost(s: State, block: Block, pool: Pool, now_ns: int) -> None:
+    if pool.config.durable:
+        evict_durable(s, pool, [block], now_ns, "corrupt")
+    else:
+        drop(s, block, pool, now_ns, "corrupt")
+
+
+def release_hold(s: State, block: Block, residency: Residency, pool: Pool, now_ns: int) -> None:
+    """One operation less on a slot; a copy that was lost meanwhile goes with the last one."""
+    residency.holds -= 1
+    if residency.state == DRAINING and residency.holds == 0:
+        residency.state = READY
+        pool.num_draining -= 1
+        pool.num_ready += 1
+        _remove_lost(s, block, pool, now_ns)
+    elif block.residencies[pool.tier] is residency:
+        refresh(s, block, now_ns)
+
+
+def on_lost(s: State, e: Lost, now_ns: int) -> None:
+    block = s.space(e.keyspace).blocks.get(e.hash)
+    if block is not None and e.tier in s.pools:
+        lose(s, block, s.pools[e.tier], now_ns)
+
+
+def on_tier_alive(s: State, e: TierAlive, now_ns: int) -> None:
+    set_alive(s, s.pools[e.tier], e.alive, now_ns)
+
+
+def set_alive(s: State, pool: Pool, alive: bool, now_ns: int) -> None:
+    """A tier that can't be written takes no more copies; what it holds can still be read until a read fails."""
+    if pool.alive == alive:
+        return
+    pool.alive = alive
+    for upper in s.pools.values():
+        if upper.tier < pool.tier:
+            for block in list(upper.dirty):
+                refresh(s, block, now_ns)
+
+
+def drop_orphans(s: State, now_ns: int, older_than_ns: int) -> None:
+    """Take away orphan subtrees whose time is over: leaves first, never a held slot."""
+    for root, since in list(s.ghosts.items()):
+        if now_ns - since < older_than_ns:
+            break
+        for block in reversed(_subtree(root)):
+            for pool in s.pools.values():
+                residency = block.residencies[pool.tier]
+                if residency is None or residency.state != READY or residency.holds or block.kids:
+                    continue
+                if pool.config.durable:
+                    evict_durable(s, pool, [block], now_ns)
+                else:
+                    drop(s, block, pool, now_ns, "orphan")
+
+
+def _subtree(root: Block) -> list[Block]:
+    found = []
+    stack = [root]
+    while stack:
+        block = stack.pop()
+        found.append(block)
+        stack.extend(block.kids)
+    return found
+
+
+def promote(s: State, tip: Block, now_ns: int) -> int:
+    """Start copying a path one tier up (first blocks first) into room that needs no I/O to be made. Returns blocks started."""
+    started = 0
+    for source in s.pools.values():
+        target = source.upper
+        if target is None or not source.alive:
+            continue
+        op = MoveOp(source, target, [])
+        op_id = s.new_op(op)
+        items: list[MoveItem] = []
+        for block in path_of(tip):
+            if not _promotable(block, source):
+                continue
+            if len(items) >= 8 * s.limits.num_move_items or make_room(s, target, block.size_class, now_ns) != Room.FREE:
+                break
+            slot = target.slots.allocate(block.size_class)
+            assert slot is not None
+            items.append(_start_copy(s, op, op_id, block, slot, now_ns))
+        if items:
+            s.moves_in_flight += 1
+            s.out.append(Move(op_id, source.tier, target.tier, tuple(items), urgent=True))
+            started += len(items)
+        else:
+            del s.ops[op_id]
+    return started
+
+
+def _promotable(block: Block, source: Pool) -> bool:
+    mine = block.residencies[source.tier]
+    if mine is None or mine.state != READY:
+        return False
+    return all(block.residencies[t] is None for t in Tier if t < source.tier)

@@ -1,0 +1,63 @@
+"""Session activity: what an agent is doing, and since when.
+
+    OPEN --turn start--> RUNNING --tool start--> TOOL_WAIT --tool end--> RUNNING --turn end--> IDLE ... --end--> ENDED
+
+A session is a path of blocks in a tree, named by its deepest block (the tip). A fork starts at its parent's tip and shares the
+prefix. Policies read these records; only the machine writes them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvstore.core.types import Activity, SessionId
+
+if TYPE_CHECKING:
+    from kvstore.core.blocks import Block
+
+
+class Session:
+    """One agent's context and its recent history. Times are in ns of the machine's clock."""
+
+    __slots__ = (
+        "activity",
+        "expected_ns",
+        "id",
+        "last_request_ns",
+        "mean_gap_ns",
+        "num_requests",
+        "parent",
+        "policy_state",
+        "since_ns",
+        "space",
+        "tip",
+        "tool",
+        "touched_ns",
+    )
+
+    def __init__(self, session_id: SessionId, space: int, parent: Session | None, now_ns: int) -> None:
+        self.id = session_id
+        self.space = space
+        self.parent = parent
+        self.activity = Activity.OPEN
+        self.since_ns = now_ns
+        """When `activity` was entered."""
+        self.tool = ""
+        """Name of the tool being waited for; empty when unknown or not waiting."""
+        self.expected_ns = -1
+        """How long the agent said the wait would take, from `since_ns`; -1 when it didn't say."""
+        self.tip: Block | None = None
+        self.touched_ns = now_ns
+        self.last_request_ns = -1
+        self.mean_gap_ns = -1.0
+        """Smoothed gap between this session's requests (exponential, factor 1/4); -1 before the second request."""
+        self.num_requests = 0
+        self.policy_state: object = None
+
+    def note_request(self, now_ns: int) -> None:
+        """Update pace on a new request (a turn start, or a tool's return)."""
+        if self.last_request_ns >= 0:
+            gap = float(now_ns - self.last_request_ns)
+            self.mean_gap_ns = gap if self.mean_gap_ns < 0 else self.mean_gap_ns + (gap - self.mean_gap_ns) / 4
+        self.last_request_ns = now_ns
+        self.num_requests += 1

@@ -1,0 +1,334 @@
+"""Reserving, sealing, persisting; and borrowed slots of an engine.
+
+A `Reserve` names a path; blocks already there are RESIDENT, blocks being filled by somebody else IN_FLIGHT, the rest get slots in path
+order. When room takes I/O to make, the request waits (bounded in number and time) and is answered as a whole.
+"""
+
+from __future__ import annotations
+
+from kvstore.core.activity import set_tip, still_open, touch
+from kvstore.core.blocks import Block
+from kvstore.core.commands import Adopted, Borrowed, Persisted, Reserved, ReserveStatus, Sealed, Sync
+from kvstore.core.events import Adopt, Borrow, GiveBack, Persist, Reserve, Seal, SyncDone
+from kvstore.core.moving import Room, clean, make_room
+from kvstore.core.state import (
+    FILLING,
+    READY,
+    FillOp,
+    PersistWait,
+    Pool,
+    Space,
+    State,
+    SyncOp,
+    Waiter,
+    drop,
+    free_slot,
+    link,
+    live,
+    make_ready,
+    place,
+    refresh,
+)
+from kvstore.core.types import Durability, OpId, Slot, Tier
+from kvstore.errors import InvalidField, LeaseExpired, LimitExceeded
+
+NO_SLOT = Slot(-1)
+GRANTED, RESIDENT, IN_FLIGHT = ReserveStatus.GRANTED, ReserveStatus.RESIDENT, ReserveStatus.IN_FLIGHT
+FULL, NO_PARENT = ReserveStatus.FULL, ReserveStatus.NO_PARENT
+
+
+def on_reserve(s: State, e: Reserve, now_ns: int) -> None:
+    space = s.space(e.keyspace)
+    pool = _pool(s, e.tier)
+    if not 0 <= e.first <= len(e.hashes):
+        raise InvalidField("first", f"{e.first} is outside the path", f"use 0 to {len(e.hashes)}")
+    session = s.sessions.get(e.session) if e.session is not None else None
+    op = FillOp(e.owner, space, pool, session, now_ns + min(e.ttl_ns, s.limits.lease_ttl_ns_max))
+    op_id = s.new_op(op)
+    w = Waiter(e.request, op_id, e.hashes, e.first, [], [], [], now_ns + e.wait_ns)
+    count = len(e.hashes) - e.first
+    w.statuses, w.slots, w.pending = [FULL] * count, [NO_SLOT] * count, list(range(count))
+    if _advance(s, w, op, now_ns) == Room.LATER and e.wait_ns > 0:
+        if len(s.waiters) >= s.limits.num_waiters:
+            _answer(s, w)
+        else:
+            s.waiters.append(w)
+    else:
+        _answer(s, w)
+
+
+def _pool(s: State, tier: Tier) -> Pool:
+    if tier not in s.pools:
+        raise InvalidField("tier", f"{tier.label} is not a tier of this node", f"use {', '.join(t.label for t in s.pools)}")
+    return s.pools[tier]
+
+
+def _advance(s: State, w: Waiter, op: FillOp, now_ns: int) -> Room:
+    """Decide as many pending positions as can be decided now, in path order. LATER when one waits for I/O."""
+    blocks = op.space.blocks
+    parent = blocks.get(w.hashes[w.first + w.pending[0] - 1]) if w.pending and w.first + w.pending[0] else None
+    while w.pending:
+        at = w.pending[0]
+        if w.first + at and not _has_copy(parent):
+            for rest in w.pending:
+                w.statuses[rest] = NO_PARENT
+            w.pending.clear()
+            return Room.FREE
+        block_hash = w.hashes[w.first + at]
+        block = blocks.get(block_hash)
+        status = _standing(block)
+        if status is None:
+            room = make_room(s, op.pool, op.space.slot_bytes, now_ns)
+            if room != Room.FREE:
+                return room
+            block = blocks.get(block_hash)  # making room may have dropped a ghost of it
+            if w.first + at and not _has_copy(parent):
+                continue
+            block = _grant(s, w, op, at, parent, now_ns)
+            status = GRANTED
+        w.statuses[at] = status
+        w.pending.pop(0)
+        parent = block
+    return Room.FREE
+
+
+def _has_copy(block: Block | None) -> bool:
+    return block is not None and any(r is not None and r.state in (READY, FILLING) for r in block.residencies)
+
+
+def _standing(block: Block | None) -> ReserveStatus | None:
+    """RESIDENT or IN_FLIGHT for a block that needs no slot; None for one that does."""
+    if block is None:
+        return None
+    states = [r.state for r in block.residencies if r is not None]
+    if READY in states:
+        return RESIDENT
+    return IN_FLIGHT if states else None
+
+
+def _grant(s: State, w: Waiter, op: FillOp, at: int, parent: Block | None, now_ns: int) -> Block:
+    slot = op.pool.slots.allocate(op.space.slot_bytes)
+    assert slot is not None
+    block = link(op.space, w.hashes[w.first + at], parent)
+    block.last_access_ns = now_ns
+    if op.session is not None:
+        block.last_session = op.session
+    place(s, block, op.pool, slot, w.op_id, now_ns)
+    op.blocks[block.hash] = block
+    w.slots[at] = slot
+    return block
+
+
+def _answer(s: State, w: Waiter) -> None:
+    op = s.ops.get(w.op_id)
+    if isinstance(op, FillOp) and not op.blocks:
+        del s.ops[w.op_id]
+    s.out.append(Reserved(w.request, w.op_id, tuple(w.statuses), tuple(w.slots)))
+
+
+def serve_waiters(s: State, now_ns: int) -> None:
+    """Give room that has become free to those who wait, in order; end waits whose time is over."""
+    if not s.waiters:
+        return
+    waiting = s.waiters
+    s.waiters = []
+    blocked = False
+    for w in waiting:
+        op = s.ops.get(w.op_id)
+        if not isinstance(op, FillOp):  # its client is gone
+            _answer(s, w)
+            continue
+        room = Room.LATER if blocked else _advance(s, w, op, now_ns)
+        if room != Room.LATER or now_ns >= w.deadline_ns:
+            _answer(s, w)
+        else:
+            blocked = True
+            s.waiters.append(w)
+
+
+def on_seal(s: State, e: Seal, now_ns: int) -> None:
+    op = s.ops.get(e.op)
+    if not isinstance(op, FillOp):
+        raise LeaseExpired(f"op_id: reservation {e.op} has expired; reserve again")
+    unknown = [h for h in (*e.sealed, *e.failed) if h not in op.blocks]
+    if unknown:
+        raise InvalidField("records", f"block {unknown[0].hex()} was not granted by operation {e.op}", "seal granted blocks only")
+    deepest: Block | None = None
+    for block_hash in e.failed:
+        _drop_fill(s, op, op.blocks.pop(block_hash), now_ns)
+    for block_hash in e.sealed:
+        block = op.blocks.pop(block_hash)
+        make_ready(s, block, op.pool, now_ns)
+        if block.visible and (deepest is None or block.depth > deepest.depth):
+            deepest = block
+    if not op.blocks:
+        del s.ops[e.op]
+    if deepest is not None:
+        _moved_on(s, op, deepest, now_ns)
+    s.out.append(Sealed(len(e.sealed)))
+
+
+def _moved_on(s: State, op: FillOp, deepest: Block, now_ns: int) -> None:
+    """The session's context grew to `deepest`, if that continues where it was."""
+    session = still_open(s, op.session)
+    if session is not None:
+        tip = live(session.tip)
+        if tip is None or deepest.depth >= tip.depth:
+            set_tip(s, session, deepest, now_ns)
+    touch(s, deepest, session, now_ns)
+
+
+def _drop_fill(s: State, op: FillOp, block: Block, now_ns: int) -> None:
+    residency = block.residencies[op.pool.tier]
+    assert residency is not None and residency.state == FILLING
+    drop(s, block, op.pool, now_ns, "not filled")
+
+
+def abort_fill(s: State, op_id: OpId, op: FillOp, now_ns: int) -> None:
+    """Take back what was reserved and never sealed, deepest blocks first."""
+    for block in sorted(op.blocks.values(), key=lambda b: -b.depth):
+        _drop_fill(s, op, block, now_ns)
+    op.blocks.clear()
+    s.ops.pop(op_id, None)
+
+
+def expire_fills(s: State, now_ns: int) -> None:
+    for op_id, op in list(s.ops.items()):
+        if isinstance(op, FillOp) and op.expires_ns <= now_ns:
+            abort_fill(s, op_id, op, now_ns)
+
+
+# ---- durability
+
+
+def on_persist(s: State, e: Persist, now_ns: int) -> None:
+    space = s.space(e.keyspace)
+    if len(s.persists) >= s.limits.num_waiters:
+        raise LimitExceeded(f"max_waiters: {s.limits.num_waiters} requests wait already; try again later")
+    path = _known_path(space, e)
+    wait = PersistWait(e.request, path, len(e.hashes), e.durability == Durability.SYNCED, now_ns + e.wait_ns)
+    if e.durability == Durability.DRAM:
+        s.out.append(Persisted(e.request, len(path)))
+        return
+    s.persists.append(wait)
+
+
+def _known_path(space: Space, e: Persist) -> list[Block]:
+    path: list[Block] = []
+    for index in range(len(e.hashes)):
+        block = space.blocks.get(e.hashes[index])
+        if block is None or block.depth != index:
+            break
+        path.append(block)
+    return path
+
+
+def _durable_prefix(s: State, path: list[Block]) -> int:
+    for index, block in enumerate(path):
+        if not any(
+            r is not None and r.state == READY and s.pools[Tier(t)].config.durable for t, r in enumerate(block.residencies)
+        ):
+            return index
+    return len(path)
+
+
+def advance_persists(s: State, now_ns: int) -> None:
+    """Copy down what waiting clients need; answer those that are done, or late, or can't be served."""
+    if not s.persists:
+        return
+    waiting, s.persists = s.persists, []
+    for w in waiting:
+        done = _durable_prefix(s, w.path)
+        if done == len(w.path) and (not w.synced or not w.path):
+            s.out.append(Persisted(w.request, done))
+        elif now_ns >= w.deadline_ns:
+            s.out.append(Persisted(w.request, 0 if w.synced else done))
+        elif w.syncing or _push(s, w, done, now_ns):
+            s.persists.append(w)
+        else:
+            s.out.append(Persisted(w.request, 0 if w.synced else done))
+
+
+def _push(s: State, w: PersistWait, done: int, now_ns: int) -> bool:
+    """Start or await the next step; False when nothing can be done for this path."""
+    if done == len(w.path):
+        w.syncing = True
+        s.out.append(Sync(s.new_op(SyncOp([w]))))
+        return True
+    block = w.path[done]
+    if any(r is not None and r.state == FILLING for r in block.residencies):
+        return True
+    for pool in s.pools.values():
+        residency = block.residencies[pool.tier]
+        if residency is not None and residency.state == READY and pool.sink is not None:
+            clean(s, pool, now_ns, only=w.path[done:])
+            return True
+    return False
+
+
+def on_sync_done(s: State, e: SyncDone, now_ns: int) -> None:
+    op = s.ops.pop(e.op, None)
+    if not isinstance(op, SyncOp):
+        s.num_stale += 1
+        return
+    for w in op.waits:
+        if w in s.persists:
+            s.persists.remove(w)
+            s.out.append(Persisted(w.request, _durable_prefix(s, w.path) if e.ok else 0))
+
+
+# ---- borrowed slots
+
+
+def on_borrow(s: State, e: Borrow, now_ns: int) -> None:
+    lease = s.leases.get(e.lease)
+    pool = _pool(s, e.tier)
+    size_class = s.space_list[lease.space].slot_bytes
+    got: list[Slot] = []
+    while len(got) < e.count and make_room(s, pool, size_class, now_ns) == Room.FREE:
+        slot = pool.slots.allocate(size_class)
+        assert slot is not None
+        got.append(slot)
+        lease.borrowed[slot] = e.tier
+        pool.num_borrowed += 1
+    s.out.append(Borrowed(tuple(got)))
+
+
+def on_give_back(s: State, e: GiveBack, now_ns: int) -> None:
+    lease = s.leases.get(e.lease)
+    for slot in e.slots:
+        tier = lease.borrowed.pop(slot, None)
+        if tier is None:
+            raise InvalidField("slots", f"slot {slot} is not borrowed under lease {e.lease}", "return borrowed slots only")
+        s.pools[tier].num_borrowed -= 1
+        free_slot(s, s.pools[tier], slot)
+
+
+def on_adopt(s: State, e: Adopt, now_ns: int) -> None:
+    lease = s.leases.get(e.lease)
+    if lease.borrowed.get(e.slot) != e.tier:
+        raise InvalidField("slot", f"{e.slot} is not borrowed under lease {e.lease}", "adopt borrowed slots only")
+    pool, space = _pool(s, e.tier), s.space_list[lease.space]
+    parent = live(lease.block)
+    block = link(space, e.hash, parent)
+    if block.parent is not parent:
+        raise InvalidField("hash", f"{e.hash.hex()} doesn't continue the leased path", "adopt blocks in path order")
+    there = block.residencies[e.tier]
+    duplicate = there is not None
+    if there is None:
+        del lease.borrowed[e.slot]
+        pool.num_borrowed -= 1
+        there = place(s, block, pool, e.slot, 0, now_ns)
+        block.last_session = lease.session
+        make_ready(s, block, pool, now_ns)
+    block.leases += 1
+    lease.block = block
+    if parent is not None:
+        parent.leases -= 1
+        refresh(s, parent, now_ns)
+    refresh(s, block, now_ns)
+    session = still_open(s, lease.session)
+    if session is not None:
+        set_tip(s, session, block, now_ns)
+    touch(s, block, session, now_ns)
+    s.out.append(Adopted(there.slot, duplicate))
