@@ -1,0 +1,308 @@
+"""The engine's KV pool: block-first slots in one allocation, on a device or in host memory.
+
+    slot 0                                        slot 1
+    [layer 0: k, v][layer 1: k, v] ... [padding]  [layer 0 ...
+    |<-- slice_bytes -->|
+    |<-------------- slot_bytes -->|
+    |<------------------- stride_bytes (4 KiB) -->|
+
+The allocation is its own, not a part of torch's caching allocator: its address never changes, another process can
+open it (CUDA IPC), cuFile can register it once, and torch never gives its neighbourhood to someone else.
+
+Order of work. Copies run on two streams of the arena, one each way, never on the engine's. Each copy starts after
+what the engine had enqueued when it was asked for, and the engine's later work waits for it only where told to
+(`CopyHandle.before_compute`, `LayerRestore.before_layer`). Order between the two directions is the caller's: pass
+the handle of a copy out in `after` when the same slot is filled again. Nothing here synchronises the device.
+
+One owner thread calls these methods.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvstore.core.types import SLOT_ALIGN, Slot
+from kvstore_gpu.driver import Driver
+from kvstore_gpu.errors import LayoutError, Unavailable
+from kvstore_gpu.kernels import Kernels, best_kernels
+from kvstore_gpu.pinned import PinnedRegion, StagingRing
+from kvstore_gpu.restore import LayerRestore
+from kvstore_gpu.streams import Backend, Copies, CudaBackend, Event, HostBuffer, InlineBackend, Stream
+
+PairIn = tuple[HostBuffer, Slot]
+"""(source in host memory, target slot)."""
+PairOut = tuple[Slot, HostBuffer]
+"""(source slot, target in host memory)."""
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """Sizes of a pool; a slot is `num_slices` slices (one per layer) of `slice_bytes`, padded to 4 KiB."""
+
+    num_slots: int
+    num_slices: int
+    slice_bytes: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a block."""
+        return self.num_slices * self.slice_bytes
+
+    @property
+    def stride_bytes(self) -> int:
+        """Bytes from one slot to the next."""
+        return -(-self.slot_bytes // SLOT_ALIGN) * SLOT_ALIGN
+
+
+@dataclass
+class CopyHandle:
+    """Copies under way. Holds the host buffers until `wait` returns."""
+
+    event: Event
+    _compute: Callable[[], Stream]
+    _held: list[HostBuffer]
+    _finishers: list[Callable[[], None]] = field(default_factory=list)
+
+    def done(self) -> bool:
+        """Whether the device is through; copies out of the device still need `wait` to be complete."""
+        return self.event.done()
+
+    def wait(self) -> None:
+        """Block until every byte is where it belongs."""
+        self.event.wait()
+        for finish in self._finishers:
+            finish()
+        self._finishers.clear()
+        self._held.clear()
+
+    def before_compute(self, stream: Stream | None = None) -> None:
+        """The engine's work from now on starts after these copies; the calling thread goes on."""
+        (stream or self._compute()).wait_for(self.event)
+
+
+class Arena:
+    """A pool of slots and the copies in and out of it. Make one with `create` or `open_ipc`; `close` it."""
+
+    def __init__(self, spec: PoolSpec, tensor: torch.Tensor, backend: Backend, release: Callable[[], None]) -> None:
+        if tensor.shape != (spec.num_slots, spec.stride_bytes) or tensor.data_ptr() % SLOT_ALIGN:
+            raise LayoutError(f"pool tensor {tuple(tensor.shape)} at {tensor.data_ptr():#x} doesn't fit {spec}")
+        self.spec, self.tensor, self.backend = spec, tensor, backend
+        self.kernels: Kernels = best_kernels(tensor.device)
+        self._release: Callable[[], None] | None = release
+        self._into, self._out = backend.new_stream(), backend.new_stream()
+        self._pinned: list[PinnedRegion] = []
+        self._ring: StagingRing | None = None
+
+    @classmethod
+    def create(cls, spec: PoolSpec, device: str | torch.device = "cpu", backend: Backend | None = None) -> Arena:
+        """Allocate. Raises: Unavailable without that device; DriverError when memory is short."""
+        device = torch.device(device)
+        if device.type == "cpu":
+            return cls(spec, _host_tensor(spec), backend or InlineBackend(), lambda: None)
+        cuda = _cuda_backend(device, backend)
+        address = cuda.driver.allocate(spec.num_slots * spec.stride_bytes)
+        return cls(spec, _wrap(address, spec, device), cuda, lambda: cuda.driver.free(address))
+
+    @classmethod
+    def open_ipc(cls, spec: PoolSpec, handle: bytes, device: str | torch.device) -> Arena:
+        """Another process's pool, by the bytes of its `export_ipc`."""
+        device = torch.device(device)
+        cuda = _cuda_backend(device, None)
+        address = cuda.driver.open_ipc(handle)
+        return cls(spec, _wrap(address, spec, device), cuda, lambda: cuda.driver.close_ipc(address))
+
+    def export_ipc(self) -> bytes:
+        """64 bytes for `open_ipc` in another process. Raises: Unavailable for host memory."""
+        if not isinstance(self.backend, CudaBackend):
+            raise Unavailable("CUDA IPC", "the pool lies in host memory", "share it as a memfd")
+        return self.backend.driver.export_ipc(self.tensor.data_ptr())
+
+    @property
+    def num_slots(self) -> int:
+        """Slots in the pool."""
+        return self.spec.num_slots
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a block."""
+        return self.spec.slot_bytes
+
+    @property
+    def stride_bytes(self) -> int:
+        """Bytes from one slot to the next, a multiple of 4 KiB."""
+        return self.spec.stride_bytes
+
+    @property
+    def num_slices(self) -> int:
+        """Slices (layers) of a block."""
+        return self.spec.num_slices
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes of a slice."""
+        return self.spec.slice_bytes
+
+    def slot(self, index: int) -> Slot:
+        """The slot in row `index` of `tensor`, as a byte offset."""
+        return Slot(index * self.stride_bytes)
+
+    def host_view(self) -> HostBuffer | None:
+        """`[num_slots, stride_bytes]` uint8 where the pool is host memory, else None."""
+        return self.tensor.numpy() if self.tensor.device.type == "cpu" else None
+
+    def use_pinned(self, region: PinnedRegion) -> None:
+        """Host buffers inside `region` are copied without staging from now on."""
+        self._pinned.append(region)
+
+    def copy_in(self, pairs: Iterable[PairIn], after: Sequence[CopyHandle] = ()) -> CopyHandle:
+        """Host -> slots. Each buffer is `slot_bytes` or `stride_bytes` long and must not change before `wait`.
+
+        Raises: LayoutError for a slot or a length that doesn't fit, or a slot named twice.
+        """
+        moves = [(source, self._target(slot, source.nbytes)) for source, slot in pairs]
+        stream = self._begin(self._into, after)
+        direct = [move for move in moves if self._reaches(move[0])]
+        staged = [move for move in moves if not self._reaches(move[0])]
+        if direct:
+            self.backend.copy(stream, _batch([(target, _address(source)) for source, target in direct], direct))
+        for source, target in staged:
+            self._staging().send(stream, source, target)
+        return CopyHandle(stream.record(), self.backend.compute_stream, [m[0] for m in moves])
+
+    def copy_out(self, pairs: Iterable[PairOut], after: Sequence[CopyHandle] = ()) -> CopyHandle:
+        """Slots -> host. Buffers are complete when `wait` has returned. Raises: as `copy_in`."""
+        moves = [(target, self._target(slot, target.nbytes)) for slot, target in pairs]
+        stream = self._begin(self._out, after)
+        direct = [move for move in moves if self._reaches(move[0])]
+        if direct:
+            self.backend.copy(stream, _batch([(_address(target), source) for target, source in direct], direct))
+        finishers = list[Callable[[], None]]()
+        for target, source in moves:
+            if not self._reaches(target):
+                finishers += self._staging().fetch(stream, source, target)
+        return CopyHandle(stream.record(), self.backend.compute_stream, [m[0] for m in moves], finishers)
+
+    def restore_layers(
+        self,
+        pairs: Sequence[PairIn],
+        expected: npt.NDArray[np.uint64] | None = None,
+        layers_per_event: int = 1,
+        after: Sequence[CopyHandle] = (),
+    ) -> LayerRestore:
+        """`copy_in` layer by layer, with an event for each group of layers, so that attention of layer l waits for
+        it only.
+
+        `expected` is `[pair, slice]` XXH3-64: the slices are then summed on the device, after their copy and before
+        their event; `LayerRestore.finish` names the wrong ones. Sources must be pinned where the backend asks for
+        it.
+        Raises: LayoutError; as `copy_in`.
+        """
+        if any(not self._reaches(source) for source, _ in pairs):
+            raise LayoutError("a layer-wise restore reads pinned host memory only")
+        stream = self._begin(self._into, after)
+        whole = [(source, self._target(slot, source.nbytes)) for source, slot in pairs]
+        copies = _pair_copies([(target, _address(source)) for source, target in whole], whole)
+        restore = LayerRestore(self.backend, stream, copies, [source for source, _ in pairs])
+        offsets = np.array([slot for _, slot in pairs], dtype=np.uint64)
+        restore.start(self, offsets, expected, layers_per_event)
+        return restore
+
+    def checksums(self, slots: Sequence[Slot]) -> npt.NDArray[np.uint64]:
+        """`[slot, slice]` XXH3-64 of what the slots hold now; waits for the result."""
+        offsets = np.array(slots, dtype=np.uint64)
+        sums = self.kernels.checksum(self.tensor, offsets, self.num_slices, self.slice_bytes)
+        table: npt.NDArray[np.uint64] = sums.cpu().numpy().view(np.uint64)
+        return table
+
+    def poison(self, slots: Sequence[Slot]) -> None:
+        """Fill whole slots with 0xA5, in order with the engine's compute."""
+        self.kernels.fill(self.tensor, np.array(slots, dtype=np.uint64), self.stride_bytes)
+
+    def close(self) -> None:
+        """Wait for the arena's own copies and free. Call it from a thread that may block; no destructor does this."""
+        release, self._release = self._release, None
+        if release is not None:
+            for stream in (self._into, self._out):
+                stream.record().wait()
+            self.tensor = self.tensor[:0]
+            release()
+
+    def _begin(self, stream: Stream, after: Sequence[CopyHandle]) -> Stream:
+        stream.wait_for(self.backend.compute_stream().record())
+        for handle in after:
+            stream.wait_for(handle.event)
+        return stream
+
+    def _target(self, slot: Slot, num_bytes: int) -> int:
+        index, rest = divmod(slot, self.stride_bytes)
+        if rest or not 0 <= index < self.num_slots:
+            raise LayoutError(f"no slot begins at {slot} in a pool of {self.num_slots} x {self.stride_bytes} bytes")
+        if num_bytes not in (self.slot_bytes, self.stride_bytes):
+            raise LayoutError(f"a host buffer of {num_bytes} bytes for slots of {self.slot_bytes}")
+        return self.tensor.data_ptr() + int(slot)
+
+    def _reaches(self, memory: HostBuffer) -> bool:
+        if not self.backend.needs_pinned:
+            return True
+        address = _address(memory)
+        return any(region.covers(address, memory.nbytes) for region in self._pinned)
+
+    def _staging(self) -> StagingRing:
+        if self._ring is None:
+            self._ring = StagingRing(self.backend)
+        return self._ring
+
+
+def _pair_copies(ends: list[tuple[int, int]], moves: list[tuple[HostBuffer, int]]) -> Copies:
+    table = np.array(ends, dtype=np.int64).reshape(-1, 2)
+    sizes = np.array([memory.nbytes for memory, _ in moves], dtype=np.int64)
+    return Copies(table[:, 0].copy(), table[:, 1].copy(), sizes)
+
+
+def _batch(ends: list[tuple[int, int]], moves: list[tuple[HostBuffer, int]]) -> Copies:
+    return _pair_copies(ends, moves).coalesced()
+
+
+def _address(memory: HostBuffer) -> int:
+    if memory.dtype != np.uint8 or not memory.flags.c_contiguous:
+        raise LayoutError("host buffers are contiguous uint8 arrays")
+    address: int = memory.ctypes.data
+    return address
+
+
+def _host_tensor(spec: PoolSpec) -> torch.Tensor:
+    # A private mapping is page-aligned and may have huge pages, into which direct reads run twice as fast.
+    num_bytes = spec.num_slots * spec.stride_bytes
+    mapping = mmap.mmap(-1, max(num_bytes, SLOT_ALIGN), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(mapping, dtype=torch.uint8)
+    return whole[:num_bytes].view(spec.num_slots, spec.stride_bytes)
+
+
+@dataclass(frozen=True)
+class _Exposed:
+    """Device memory that torch takes over as it is (CUDA array interface, version 3)."""
+
+    __cuda_array_interface__: dict[str, Any]
+
+
+def _wrap(address: int, spec: PoolSpec, device: torch.device) -> torch.Tensor:
+    shape = (spec.num_slots, spec.stride_bytes)
+    exposed = _Exposed({"shape": shape, "typestr": "|u1", "data": (address, False), "version": 3, "strides": None})
+    return torch.as_tensor(exposed, device=device)
+
+
+def _cuda_backend(device: torch.device, backend: Backend | None) -> CudaBackend:
+    if isinstance(backend, CudaBackend):
+        return backend
+    if not torch.cuda.is_available():
+        raise Unavailable("device arena", "torch sees no CUDA device")
+    return CudaBackend(device, Driver.load())

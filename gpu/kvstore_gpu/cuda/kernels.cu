@@ -1,0 +1,4 @@
+// Everything, as one module.
+#include "transfer.cu"
+#include "checksum.cu"
+#include "fill.cu"

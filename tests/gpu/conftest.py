@@ -1,0 +1,19 @@
+"""Fixtures of the GPU side: kernels compiled for the host, and a cache folder that tests share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvstore_gpu.errors import Unavailable
+from kvstore_gpu.kernels import HostKernels
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def host_kernels() -> HostKernels:
+    try:
+        return HostKernels()
+    except Unavailable as error:
+        pytest.skip(str(error))

@@ -1,0 +1,218 @@
+"""The pool, its copies and their order; order against a backend that delays and reorders what events leave free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore_gpu.arena import Arena, PoolSpec
+from kvstore_gpu.errors import LayoutError, Unavailable
+from kvstore_gpu.pinned import StagingRing
+from kvstore_gpu.streams import Copies, HostBuffer, move_on_host
+from kvstore_gpu.testing import FakeBackend
+
+SPEC = PoolSpec(num_slots=6, num_slices=3, slice_bytes=3000)
+SEEDS = range(60)
+
+
+def buffers(count: int, seed: int = 0, num_bytes: int = SPEC.slot_bytes) -> list[HostBuffer]:
+    data = np.random.default_rng(seed).integers(0, 256, (count, num_bytes), dtype=np.uint8)
+    return [data[i] for i in range(count)]
+
+
+def test_pool_has_aligned_strides_and_a_host_view() -> None:
+    arena = Arena.create(SPEC)
+    assert (arena.num_slots, arena.slot_bytes, arena.stride_bytes) == (6, 9000, 12288)
+    assert (arena.num_slices, arena.slice_bytes) == (3, 3000)
+    assert arena.tensor.data_ptr() % 4096 == 0
+    view = arena.host_view()
+    assert view is not None
+    assert view.shape == (6, 12288)
+    view[2, 5] = 77
+    assert int(arena.tensor[2, 5]) == 77
+    with pytest.raises(Unavailable, match="host memory"):
+        arena.export_ipc()
+    arena.close()
+    arena.close()
+
+
+def test_blocks_go_in_and_out() -> None:
+    arena = Arena.create(SPEC)
+    arena.poison([arena.slot(i) for i in range(6)])
+    sent = buffers(3)
+    arena.copy_in(zip(sent, map(arena.slot, (4, 1, 2)), strict=True)).wait()
+    assert np.array_equal(arena.checksums([arena.slot(1)]), arena.checksums([arena.slot(1)]))
+    got = [np.zeros(SPEC.stride_bytes, dtype=np.uint8) for _ in range(3)]
+    arena.copy_out(zip(map(arena.slot, (4, 1, 2)), got, strict=True)).wait()
+    for source, target in zip(sent, got, strict=True):
+        assert np.array_equal(target[: SPEC.slot_bytes], source)
+        assert (target[SPEC.slot_bytes :] == 0xA5).all()
+    assert (arena.tensor[0] == 0xA5).all()
+    assert (arena.tensor[5] == 0xA5).all()
+
+
+@pytest.mark.parametrize("slot", [-12288, 4096, 6 * 12288])
+def test_wrong_slots_are_refused(slot: int) -> None:
+    with pytest.raises(LayoutError, match="no slot begins"):
+        Arena.create(SPEC).copy_in([(buffers(1)[0], slot)])  # type: ignore[list-item]
+
+
+def test_wrong_buffers_are_refused() -> None:
+    arena = Arena.create(SPEC)
+    with pytest.raises(LayoutError, match="host buffer of 12 bytes"):
+        arena.copy_in([(np.zeros(12, dtype=np.uint8), arena.slot(0))])
+    with pytest.raises(LayoutError, match="same bytes"):
+        arena.copy_in([(buffer, arena.slot(1)) for buffer in buffers(2)])
+    with pytest.raises(LayoutError, match="contiguous"):
+        arena.copy_in([(np.zeros((SPEC.slot_bytes, 2), dtype=np.uint8)[:, 0], arena.slot(0))])
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_coalescing_moves_the_same_bytes_in_no_more_copies(data: st.DataObject) -> None:
+    count = data.draw(st.integers(0, 12))
+    sources = data.draw(st.lists(st.integers(0, 15), min_size=count, max_size=count))
+    targets = data.draw(st.permutations(range(16)))[:count]
+    memory = np.random.default_rng(count).integers(0, 256, (16, 8), dtype=np.uint8)
+    plain, joined = np.zeros_like(memory), np.zeros_like(memory)
+
+    def batch(into: HostBuffer) -> Copies:
+        ends = (np.array(targets, dtype=np.int64) * 8 + into.ctypes.data, np.array(sources, dtype=np.int64) * 8)
+        return Copies(ends[0], ends[1] + memory.ctypes.data, np.full(count, 8, dtype=np.int64))
+
+    move_on_host(batch(plain))
+    runs = batch(joined).coalesced()
+    move_on_host(runs)
+    assert np.array_equal(plain, joined)
+    assert runs.num_bytes == 8 * count
+    pairs = set(zip(targets, sources, strict=True))
+    assert len(runs.sizes) == sum((t - 1, s - 1) not in pairs for t, s in pairs)
+
+
+def test_adjacent_slots_become_one_copy() -> None:
+    arena = Arena.create(SPEC)
+    whole = np.zeros((4, SPEC.stride_bytes), dtype=np.uint8)
+    base = arena.tensor.data_ptr()
+    targets = base + np.array([2, 0, 1, 5], dtype=np.int64) * SPEC.stride_bytes
+    sources = whole.ctypes.data + np.array([2, 0, 1, 3], dtype=np.int64) * SPEC.stride_bytes
+    runs = Copies(targets, sources, np.full(4, SPEC.stride_bytes, dtype=np.int64)).coalesced()
+    assert runs.sizes.tolist() == [3 * SPEC.stride_bytes, SPEC.stride_bytes]
+
+
+def write(arena: Arena, slot: int, value: HostBuffer) -> Callable[[], None]:
+    def work() -> None:
+        arena.tensor[slot, : SPEC.slot_bytes] = torch.from_numpy(value)
+
+    return work
+
+
+def offload_then_overwrite(seed: int, staged: bool, honour_waits: bool = True) -> bool:
+    """Compute writes, blocks go out, compute overwrites. True when the host got what was written first."""
+    backend = FakeBackend(seed, needs_pinned=staged, honour_waits=honour_waits)
+    arena = Arena.create(SPEC, backend=backend)
+    arena._ring = StagingRing(backend, num_chunks=2, chunk_bytes=4000)
+    first, second = buffers(6, seed), buffers(6, seed + 1)
+    got = [np.zeros(SPEC.slot_bytes, dtype=np.uint8) for _ in range(6)]
+    compute = backend.compute_stream()
+    for slot in range(6):
+        compute.run(write(arena, slot, first[slot]))
+    handle = arena.copy_out((arena.slot(i), got[i]) for i in range(6))
+    handle.before_compute()
+    for slot in range(6):
+        compute.run(write(arena, slot, second[slot]))
+    handle.wait()
+    backend.drain()
+    return all(np.array_equal(a, b) for a, b in zip(got, first, strict=True))
+
+
+def reuse_then_read(seed: int, staged: bool, honour_waits: bool = True) -> bool:
+    """A slot goes out, another block comes into the same slot, compute reads it. True when both got the right bytes."""
+    backend = FakeBackend(seed, needs_pinned=staged, honour_waits=honour_waits)
+    arena = Arena.create(SPEC, backend=backend)
+    arena._ring = StagingRing(backend, num_chunks=2, chunk_bytes=4000)
+    old, new = buffers(6, seed), buffers(6, seed + 1)
+    compute, seen = backend.compute_stream(), list[HostBuffer]()
+    for slot in range(6):
+        compute.run(write(arena, slot, old[slot]))
+    kept = [np.zeros(SPEC.slot_bytes, dtype=np.uint8) for _ in range(6)]
+    out = arena.copy_out((arena.slot(i), kept[i]) for i in range(6))
+    into = arena.copy_in(((new[i], arena.slot(i)) for i in range(6)), after=[out])
+    into.before_compute()
+    for slot in range(6):
+        compute.run(lambda slot=slot: seen.append(arena.tensor[slot, : SPEC.slot_bytes].numpy().copy()))
+    into.wait()
+    out.wait()
+    backend.drain()
+    return all(np.array_equal(*p) for p in zip(kept + seen, old + new, strict=True))
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("scene", [offload_then_overwrite, reuse_then_read])
+def test_events_order_copies_and_compute(scene: Callable[..., bool], staged: bool) -> None:
+    assert all(scene(seed, staged) for seed in SEEDS)
+
+
+@pytest.mark.parametrize("scene", [offload_then_overwrite, reuse_then_read])
+def test_the_fake_backend_finds_missing_order(scene: Callable[..., bool]) -> None:
+    assert not all(scene(seed, False, honour_waits=False) for seed in SEEDS)
+
+
+def layered(seed: int, layers_per_event: int, honour_waits: bool = True) -> tuple[bool, list[tuple[int, int]]]:
+    """Restore three blocks, one of them damaged in layer 1; compute reads each layer as soon as its event allows."""
+    backend = FakeBackend(seed, honour_waits=honour_waits)
+    arena = Arena.create(SPEC, backend=backend)
+    arena.tensor.fill_(0xA5)
+    sources = buffers(3, seed)
+    want = Arena.create(SPEC)
+    want.copy_in((sources[i], want.slot(i)) for i in range(3)).wait()
+    expected = want.checksums([want.slot(i) for i in range(3)])
+    sources[1][SPEC.slice_bytes + 10] ^= 1
+    slots = [arena.slot(i) for i in (5, 0, 1)]
+    restore = arena.restore_layers(list(zip(sources, slots, strict=True)), expected, layers_per_event)
+    seen = list[bool]()
+
+    def read(layer: int) -> None:
+        part = slice(layer * SPEC.slice_bytes, (layer + 1) * SPEC.slice_bytes)
+        pairs = zip((5, 0, 1), sources, strict=True)
+        seen.append(all(np.array_equal(arena.tensor[row, part].numpy(), source[part]) for row, source in pairs))
+
+    for layer in range(3):
+        restore.before_layer(layer)
+        backend.compute_stream().run(lambda layer=layer: read(layer))
+    bad = restore.finish()
+    backend.drain()
+    return all(seen) and len(seen) == 3, bad
+
+
+@pytest.mark.parametrize("layers_per_event", [1, 2, 3])
+def test_each_layer_waits_for_its_own_event_and_damage_is_named(layers_per_event: int) -> None:
+    for seed in SEEDS:
+        assert layered(seed, layers_per_event) == (True, [(1, 1)])
+
+
+def test_an_early_layer_is_there_before_a_late_one() -> None:
+    early = 0
+    for seed in SEEDS:
+        backend = FakeBackend(seed)
+        arena = Arena.create(SPEC, backend=backend)
+        restore = arena.restore_layers([(buffers(1)[0], arena.slot(0))])
+        while not restore.layer_done(0):
+            pass
+        early += not restore.layer_done(2)
+        assert restore.finish() == []
+    assert early > len(SEEDS) / 2
+
+
+def test_layers_read_without_their_events_are_caught() -> None:
+    assert not all(layered(seed, 1, honour_waits=False)[0] for seed in SEEDS)
+
+
+def test_layerwise_restore_from_pageable_memory_is_refused() -> None:
+    arena = Arena.create(SPEC, backend=FakeBackend(0, needs_pinned=True))
+    with pytest.raises(LayoutError, match="pinned"):
+        arena.restore_layers([(buffers(1)[0], arena.slot(0))])
