@@ -76,14 +76,19 @@ Policy = Annotated[str, AfterValidator(_policy)]
 Switch = Literal["auto", "on", "off"]
 
 
+def default_data_dir() -> Path:
+    """Where a service keeps its data that was told nothing."""
+    return Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser().absolute() / "kvstore"
+
+
 class TenantQuota(BaseModel):
     """What one tenant may hold on this node; a field left out has no limit of its own."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    dram_bytes: Size | None = Field(None, ge=0, description="DRAM this tenant may hold")
-    nvme_bytes: Size | None = Field(None, ge=0, description="NVMe this tenant may hold")
-    max_leases: int | None = Field(None, ge=1, description="leases this tenant may have at once")
+    dram_bytes: Size | None = Field(default=None, ge=0, description="DRAM this tenant may hold")
+    nvme_bytes: Size | None = Field(default=None, ge=0, description="NVMe this tenant may hold")
+    max_leases: int | None = Field(default=None, ge=1, description="leases this tenant may have at once")
 
 
 class ServiceConfig(BaseSettings):
@@ -95,19 +100,19 @@ class ServiceConfig(BaseSettings):
     model_config = SettingsConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     data_dir: Path = Field(
-        default_factory=lambda: Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share") / "kvstore",
+        default_factory=default_data_dir,
         description="folder of the NVMe tier and its index; one service at a time",
     )
     socket: Path = Field(
         default_factory=lambda data: data["data_dir"] / "kvstore.sock",
         description="unix socket for engines on this host; default kvstore.sock in data_dir",
     )
-    host: str = Field("127.0.0.1", min_length=1, description="address for TCP and metrics")
-    port: int = Field(0, ge=0, le=65535, description="TCP port for gRPC; 0 is off")
-    metrics_port: int = Field(9435, ge=0, le=65535, description="port of Prometheus' /metrics; 0 is off")
+    host: str = Field(default="127.0.0.1", min_length=1, description="address for TCP and metrics")
+    port: int = Field(default=0, ge=0, le=65535, description="TCP port for gRPC; 0 is off")
+    metrics_port: int = Field(default=9435, ge=0, le=65535, description="port of Prometheus' /metrics; 0 is off")
 
     segment_bytes: Annotated[Size, AfterValidator(_whole_slots)] = Field(
-        64 * _MIB, ge=SLOT_ALIGN, le=1 << 30, description="unit in which a pool is given to a block size"
+        default=64 * _MIB, ge=SLOT_ALIGN, le=1 << 30, description="unit in which a pool is given to a block size"
     )
     dram_bytes: Size = Field(
         default_factory=lambda data: _share(memory_bytes(), data["segment_bytes"]),
@@ -120,28 +125,30 @@ class ServiceConfig(BaseSettings):
         description="cap of the NVMe tier, 0 is off; default a quarter of the free disk",
     )
     nvme_reserve_bytes: Size = Field(
-        1024 * _MIB, ge=0, description="free disk that is never used, whatever the cap says"
+        default=1024 * _MIB, ge=0, description="free disk that is never used, whatever the cap says"
     )
-    direct_io: Switch = Field("auto", description="O_DIRECT for the NVMe tier; auto probes")
-    huge_pages: Switch = Field("auto", description="huge pages for the DRAM arena; on refuses to start without")
-    io_threads: int = Field(8, ge=1, le=256, description="threads that read and write NVMe")
-    scrub_bytes_per_s: Size = Field(8 * _MIB, ge=0, description="rate at which idle time re-reads NVMe; 0 is off")
+    direct_io: Switch = Field(default="auto", description="O_DIRECT for the NVMe tier; auto probes")
+    huge_pages: Switch = Field(default="auto", description="huge pages for the DRAM arena; on refuses to start without")
+    io_threads: int = Field(default=8, ge=1, le=256, description="threads that read and write NVMe")
+    scrub_bytes_per_s: Size = Field(
+        default=8 * _MIB, ge=0, description="rate of re-reading NVMe in idle time; 0 is off"
+    )
 
-    dram_policy: Policy = Field("session", description="eviction policy of DRAM")
-    nvme_policy: Policy = Field("session", description="eviction policy of NVMe")
+    dram_policy: Policy = Field(default="session", description="eviction policy of DRAM")
+    nvme_policy: Policy = Field(default="session", description="eviction policy of NVMe")
     write_behind_watermark: float = Field(
-        0.7, ge=0, le=1, description="share of DRAM in use above which idle contexts are written to NVMe ahead of need"
+        default=0.7, ge=0, le=1, description="share of DRAM in use from which idle contexts are written to NVMe"
     )
     durability: Annotated[Durability, BeforeValidator(_durability)] = Field(
-        Durability.DRAM, description="promise of an offload that asks for none: dram, nvme or synced"
+        default=Durability.DRAM, description="promise of an offload that asks for none: dram, nvme or synced"
     )
 
-    lease_ttl_s: float = Field(30.0, ge=0.1, le=3600, description="seconds a lease lives without renewal")
-    max_leases: int = Field(65_536, ge=1, description="leases at once")
-    max_sessions: int = Field(100_000, ge=1, description="sessions at once, idle ones included")
-    max_request_blocks: int = Field(32_768, ge=1, le=1 << 20, description="blocks in one request")
+    lease_ttl_s: float = Field(default=30.0, ge=0.1, le=3600, description="seconds a lease lives without renewal")
+    max_leases: int = Field(default=65_536, ge=1, description="leases at once")
+    max_sessions: int = Field(default=100_000, ge=1, description="sessions at once, idle ones included")
+    max_request_blocks: int = Field(default=32_768, ge=1, le=1 << 20, description="blocks in one request")
     tenants: dict[str, TenantQuota] = Field(default_factory=dict, description="quotas by tenant name")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe line to log")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least severity logged")
 
     @field_validator("data_dir", "socket")
     @classmethod
@@ -188,13 +195,18 @@ def _share(total_bytes: int, segment_bytes: int) -> int:
     return max(total_bytes // _SHARE // segment_bytes, 1) * segment_bytes
 
 
-def _from_file(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """Content of a TOML file. Raises InvalidField naming the file and the line."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidField("config", f"can't read {path}: {error.strerror}", "give the path of a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidField("config", f"{path} is no TOML: {error}", "mend that line") from None
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    content = read_toml(path)
     _refuse_unknown(content, ServiceConfig.model_fields, f" in {path}")
     return content
 

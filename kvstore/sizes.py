@@ -38,6 +38,16 @@ def format_bytes(num_bytes: int) -> str:
     return str(num_bytes)
 
 
+def round_bytes(num_bytes: int) -> str:
+    """For reading only: three digits or so, such as `7.6 GiB`."""
+    value, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+
+
 def memory_bytes() -> int:
     """Memory that this process may use: the machine's, or its cgroup's limit where that is lower."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
