@@ -70,9 +70,9 @@ class DataDir:
     def recover(self, progress: Progress | None = None) -> Iterator[Entry]:
         """Every block whose record is whole and whose slot is really there, once a slot.
 
-        What doesn't hold is deleted from the index, and segments that hold nothing any more are dropped. Payloads aren't
-        read: a torn one shows at its first restore (and in `fsck`). Of two records that claim one slot neither is given
-        back. Parents may come after children.
+        What doesn't hold is deleted from the index, and segments that hold nothing any more are dropped. Payloads
+        aren't read: a torn one shows at its first restore (and in `fsck`). Of two records that claim one slot neither
+        is given back. Parents may come after children.
         """
         keep, bad = self._sort_out(progress)
         self.num_dropped = len(bad)

@@ -42,7 +42,7 @@ class Faults(Protocol):
 
 
 class OpenFile:
-    """An open file. `direct` tells whether the page cache is bypassed; buffers, offsets and lengths then are aligned."""
+    """An open file. `direct`: the page cache is bypassed, so addresses, offsets and lengths must be aligned."""
 
     __slots__ = ("align", "direct", "faults", "fd", "name")
 

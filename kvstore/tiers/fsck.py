@@ -95,7 +95,7 @@ class FsckReport:
 
 
 def fsck(path: Path, repair: bool = False, progress: Progress | None = None, num_threads: int = 8) -> FsckReport:
-    """Check everything in `path`; mend it when `repair`. Raises SetupError when there is no data directory, or it's in use."""
+    """Check everything in `path`; mend it when `repair`. Raises SetupError: no data directory, or in use."""
     if not path.is_dir() or not (path / "index").is_dir():
         raise SetupError(f"nvme.dir: {path} is no data directory; give the one of the service's configuration")
     lock_fd = acquire_lock(path)

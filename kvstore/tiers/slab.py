@@ -161,8 +161,15 @@ class Slab:
             file = OpenFile.open(entry, os.O_RDWR, direct=self.direct, faults=self._faults)
             if mend and file.size() != self.segment_bytes:
                 log.warning("%s: %d bytes instead of %d; mended", entry, file.size(), self.segment_bytes)
-                os.ftruncate(file.fd, self.segment_bytes)
+                self._give_length(file)
             self._files[index] = file
+
+    def _give_length(self, file: OpenFile) -> None:
+        os.ftruncate(file.fd, self.segment_bytes)
+        try:
+            file.allocate(0, self.segment_bytes)
+        except OSError as error:  # a hole stays; writing into it may meet ENOSPC, which is an ordinary path
+            log.warning("%s: can't allocate all of it: %s", file.name, error.strerror)
 
     def _make(self, index: int) -> OpenFile:
         with self._lock:
