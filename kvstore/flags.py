@@ -46,8 +46,9 @@ def from_function(function: Callable[..., Any]) -> typer.Typer:
         result = function(**flags)
         raise typer.Exit(result if isinstance(result, int) else 0)
 
-    signature = inspect.signature(function, eval_str=True)
-    return _app(command, list(signature.parameters.values()), inspect.getdoc(function) or "")
+    parameters = inspect.signature(function, eval_str=True).parameters.values()
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return _app(command, named, inspect.getdoc(function) or "")
 
 
 def start(app: typer.Typer, name: str, args: list[str]) -> None:
