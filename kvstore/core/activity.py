@@ -1,7 +1,7 @@
 """Sessions: opening, signals, forks, supersession, end; and where a session's tip is.
 
-Moving a tip away from a branch that no other tip or child holds makes that branch *abandoned*: its leaf has no tip any more, and so
-has each ancestor in turn once it is the leaf. Nothing is walked; policies see it in `num_tips`.
+Moving a tip away from a branch that no other tip or child holds makes that branch *abandoned*: its leaf has no tip any
+more, and so has each ancestor in turn once it is the leaf. Nothing is walked; policies see it in `num_tips`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def on_open(s: State, e: OpenSession, now_ns: int) -> None:
     if session is None:
         session = _new_session(s, e.session, space.index, None, now_ns)
     elif session.space != space.index:
-        raise InvalidField("keyspace_id", f"session {e.session!r} is open in another keyspace", "use another session id")
+        raise InvalidField(
+            "keyspace_id", f"session {e.session!r} is open in another keyspace", "use another session id"
+        )
     s.out.append(SessionChanged(session))
 
 

@@ -6,11 +6,13 @@ A block knows its parent, its children, and its copies (at most one a tier). A r
                          |                 |
                          +----abort--------+----lost (corrupt, tier failed)------------> FREE
 
-A block stays in the table while it has a residency or a child. A block without a readable residency that still has children is a
+A block stays in the table while it has a residency or a child. A block without a readable residency that still has
+children is a
 *ghost*: its descendants are orphans, invisible to matching until somebody seals the ghost again.
 
-Recency is lazy. A request that uses a path touches only its *deepest* block (the tip); when a child's copy goes away its parent
-inherits the newer of the two times. For leaf-first orders this is exact, since a parent is used whenever its child is.
+Recency is lazy. A request that uses a path touches only its *deepest* block (the tip); when a child's copy goes away
+its parent inherits the newer of the two times. For leaf-first orders this is exact, since a parent is used whenever its
+child is.
 """
 
 from __future__ import annotations

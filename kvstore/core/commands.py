@@ -2,7 +2,8 @@
 
 Work for hands (each ends with exactly one completion event, success or not):
 - `Move`: copy items in order; publish a record only after its bytes are complete. -> MoveDone
-- `Unpublish`: delete records, commit. Commands touching one durable index are carried out in the order given, so that the deletion
+- `Unpublish`: delete records, commit. Commands touching one durable index are carried out in the order given, so that
+  the deletion
   of an old record can't overtake the record of a new copy. -> UnpublishDone
 - `Sync`: after everything commanded before it. -> SyncDone
 
@@ -147,8 +148,8 @@ class Borrowed:
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """`slot` is where the block lies. When another copy was there first, `duplicate` is true, `slot` is that copy's, and the borrowed
-    slot stays with the lease."""
+    """`slot` is where the block lies. When another copy was there first, `duplicate` is true, `slot` is that copy's,
+    and the borrowed slot stays with the lease."""
 
     slot: Slot
     duplicate: bool

@@ -1,7 +1,7 @@
 """What happens to a machine: requests of clients, completions of hands, the passing of time.
 
-Requests that may be answered later carry a `request` number chosen by the caller; the answer brings it back. An event that names
-something unknown or expired raises a RequestError from `step` and changes nothing.
+Requests that may be answered later carry a `request` number chosen by the caller; the answer brings it back. An event
+that names something unknown or expired raises a RequestError from `step` and changes nothing.
 """
 
 from __future__ import annotations
@@ -198,7 +198,8 @@ class GiveBack:
 
 @dataclass(frozen=True, slots=True)
 class MoveDone:
-    """A `Move` ended. `failed` are indices into its items; `tier_dead` says that the target can't be written any more."""
+    """A `Move` ended. `failed` are indices into its items; `tier_dead` says that the target can't be written any
+    more."""
 
     op: OpId
     failed: tuple[int, ...] = ()

@@ -5,10 +5,11 @@
     digest_i = BLAKE2b-256(token ids as u32 LE | extra keys)
 
 Extra keys are what changes a block's meaning besides its tokens (image digests and the like), each encoded as
-`offset in block u32 LE | length u32 LE | bytes`, in order of offset. XXH3 finds blocks; it isn't a security boundary, so a hit is
-confirmed by comparing digests before its bytes are used.
+`offset in block u32 LE | length u32 LE | bytes`, in order of offset. XXH3 finds blocks; it isn't a security boundary,
+so a hit is confirmed by comparing digests before its bytes are used.
 
-Source: XXH3 as specified by the xxHash project (doc/xxhash_spec.md); BLAKE2b from RFC 7693. Golden vectors in `tests/golden/`.
+Source: XXH3 as specified by the xxHash project (doc/xxhash_spec.md); BLAKE2b from RFC 7693. Golden vectors in
+`tests/golden/`.
 """
 
 from __future__ import annotations
@@ -155,7 +156,9 @@ def check_tokens(token_ids: Tokens) -> npt.NDArray[np.uint32]:
         return array
     bad = np.flatnonzero((array < 0) | (array > MAX_TOKEN_ID)) if array.size else array
     if bad.size:
-        raise InvalidField("token_ids", f"{array[bad[0]]} at position {bad[0]} is out of range", f"use 0 to {MAX_TOKEN_ID}")
+        raise InvalidField(
+            "token_ids", f"{array[bad[0]]} at position {bad[0]} is out of range", f"use 0 to {MAX_TOKEN_ID}"
+        )
     return array.astype("<u4")
 
 

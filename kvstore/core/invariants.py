@@ -79,10 +79,7 @@ def _check_block(s: State, block: Block) -> None:
 def _check_holds(s: State, blocks: list[Block]) -> None:
     held: dict[int, int] = {}
     for op in s.ops.values():
-        if isinstance(op, ReadOp):
-            for _, residency, _ in op.blocks:
-                held[id(residency)] = held.get(id(residency), 0) + 1
-        elif isinstance(op, MoveOp):
+        if isinstance(op, ReadOp) or isinstance(op, MoveOp):
             for _, residency, _ in op.blocks:
                 held[id(residency)] = held.get(id(residency), 0) + 1
         elif isinstance(op, FillOp):

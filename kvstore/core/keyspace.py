@@ -1,11 +1,11 @@
 """Keyspaces: everything that decides what KV bytes mean, and its canonical encoding.
 
-Two blocks may be exchanged only when every field here is equal. Equal size is never enough. Unresolved values ("auto", empty
-digests) are refused, because two machines may resolve them differently.
+Two blocks may be exchanged only when every field here is equal. Equal size is never enough. Unresolved values ("auto",
+empty digests) are refused, because two machines may resolve them differently.
 
 Encoding, version 1: b"kvstore-keyspace\\x01", then for each field in order of its tag
-`tag u8 | type u8 ('s' or 'i') | length u32 LE | value` with strings in UTF-8 and integers as signed 64-bit LE. A field at its
-neutral value is encoded like any other, so that no two different field sets share an encoding.
+`tag u8 | type u8 ('s' or 'i') | length u32 LE | value` with strings in UTF-8 and integers as signed 64-bit LE. A field
+at its neutral value is encoded like any other, so that no two different field sets share an encoding.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ ITEM_BYTES = {
 """KV dtypes by their torch names, and bytes per element."""
 
 LAYOUTS = {"block-first": 1, "block-first-mla": 1}
-"""Layout id -> newest version this build understands. `[layer][k|v][token][kv_head][head_dim]` and `[layer][token][latent]`."""
+"""Layout id -> newest version this build understands. `[layer][k|v][token][kv_head][head_dim]` and
+`[layer][token][latent]`."""
 
 _HEX = frozenset("0123456789abcdef")
 MAX_TEXT_BYTES = 4096
@@ -41,9 +42,10 @@ MAX_TEXT_BYTES = 4096
 class Keyspace:
     """What makes KV bytes comparable.
 
-    Digests are lower-case hex of at least 128 bits. `rope` is the canonical text of all rope parameters. `latent_dim` is the
-    width of an MLA latent row (compressed KV and rope part together) and 0 for ordinary attention; then `num_kv_heads` and
-    `head_dim` describe one rank's share. Raises `InvalidField` on construction when a field is unknown or unresolved.
+    Digests are lower-case hex of at least 128 bits. `rope` is the canonical text of all rope parameters. `latent_dim`
+    is the width of an MLA latent row (compressed KV and rope part together) and 0 for ordinary attention; then
+    `num_kv_heads` and `head_dim` describe one rank's share. Raises `InvalidField` on construction when a field is
+    unknown or unresolved.
     """
 
     model: str
@@ -144,7 +146,9 @@ def _check_texts(k: Keyspace) -> None:
         if name == "adapter_digest" and not value:
             continue
         if len(value) < 32 or not _HEX.issuperset(value):
-            raise InvalidField(name, f"{value[:20]!r} is no hex digest", "give a lower-case hex digest of 128 bits or more")
+            raise InvalidField(
+                name, f"{value[:20]!r} is no hex digest", "give a lower-case hex digest of 128 bits or more"
+            )
     if k.kv_dtype not in ITEM_BYTES:
         raise InvalidField("kv_dtype", f"{k.kv_dtype!r} is not a resolved dtype", f"use one of {', '.join(ITEM_BYTES)}")
 
@@ -156,7 +160,9 @@ def _check_shape(k: Keyspace) -> None:
     if not 1 <= k.layout_version <= newest:
         raise InvalidField("layout_version", f"{k.layout_version} is unknown", f"this build knows 1 to {newest}")
     if (k.layout == "block-first-mla") != (k.latent_dim > 0):
-        raise InvalidField("latent_dim", f"{k.latent_dim} does not fit layout {k.layout!r}", "set it for MLA layouts only")
+        raise InvalidField(
+            "latent_dim", f"{k.latent_dim} does not fit layout {k.layout!r}", "set it for MLA layouts only"
+        )
     for name, low, high in (
         ("block_tokens", 1, 4096),
         ("num_layers", 1, 1024),

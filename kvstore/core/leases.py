@@ -1,7 +1,8 @@
 """Leases: bounded, expiring claims on a path.
 
-A lease sits on the deepest block of a path; since only leaves are evicted, that protects all ancestors, in O(1). It may also own
-borrowed slots (an engine's blocks under computation). Expiry is by the machine's clock; a heap with lazy deletion finds it.
+A lease sits on the deepest block of a path; since only leaves are evicted, that protects all ancestors, in O(1). It may
+also own borrowed slots (an engine's blocks under computation). Expiry is by the machine's clock; a heap with lazy
+deletion finds it.
 """
 
 from __future__ import annotations

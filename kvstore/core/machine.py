@@ -1,7 +1,7 @@
 """The machine: `step(event, now_ns) -> commands`. Pure, and the one entry point to the state of its tiers.
 
-Every step handles one event, then lets the consequences run: expiries (on Tick), waiters, durability waits, background copies. The same
-class runs in the node service (dram, nvme), in an engine (hbm), and in the simulator.
+Every step handles one event, then lets the consequences run: expiries (on Tick), waiters, durability waits, background
+copies. The same class runs in the node service (dram, nvme), in an engine (hbm), and in the simulator.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvstore.core.events import Event
 from kvstore.core.invariants import check_invariants
 from kvstore.core.sessions import Session
 from kvstore.core.state import Limits, Pool, Space, State, TierConfig, link, live, make_ready, match, path_of, place
-from kvstore.core.types import Activity, BlockHash, Hashes, KeyspaceId, LeaseId, SessionId, Tier
+from kvstore.core.types import Activity, BlockHash, Hashes, KeyspaceId, LeaseId, OpId, SessionId, Tier
 
 
 class Machine:
@@ -81,6 +81,14 @@ class Machine:
         """The keyspace a block belongs to."""
         return self._s.space_list[block.space]
 
+    def space_at(self, index: int) -> Space:
+        """The keyspace a session belongs to, by `Session.space`."""
+        return self._s.space_list[index]
+
+    def fill_blocks(self, op: OpId) -> dict[BlockHash, Block]:
+        """Blocks of a running reservation that are not sealed yet. Raises LeaseExpired."""
+        return dict(writing.fill_op(self._s, op).blocks)
+
     def pool(self, tier: Tier) -> Pool | None:
         """Read-only: counts of a tier."""
         return self._s.pools.get(tier)
@@ -122,7 +130,9 @@ class Machine:
         if stone is None:
             return "never stored here, or evicted too long ago to tell"
         owner = f", last used by session {stone.session!r}" if stone.session else ""
-        return f"{stone.reason} from {stone.tier.label} at {stone.at_ns} by {stone.policy}, score {stone.score:.3g}{owner}"
+        return (
+            f"{stone.reason} from {stone.tier.label} at {stone.at_ns} by {stone.policy}, score {stone.score:.3g}{owner}"
+        )
 
     def count_sessions(self) -> dict[Activity, int]:
         """Open sessions by activity."""
@@ -141,11 +151,12 @@ def _on_register(s: State, e: events.RegisterKeyspace, now_ns: int) -> None:
 
 
 def _on_recovered(s: State, e: events.Recovered, now_ns: int) -> None:
-    """A block whose parent isn't there, or whose slot is taken, is passed over: the caller sees that it isn't resident."""
+    """A block whose parent isn't there, or whose slot is taken, is passed over: the caller sees that it isn't
+    resident."""
     space = s.space(e.keyspace)
     pool = s.pools[e.tier]
     parent = space.blocks.get(e.parent) if e.parent is not None else None
-    if e.parent is not None and parent is None or e.hash in space.blocks:
+    if (e.parent is not None and parent is None) or e.hash in space.blocks:
         return
     if not pool.slots.claim(e.slot, space.slot_bytes):
         return

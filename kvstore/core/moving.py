@@ -4,7 +4,8 @@
     clean:      copy dirty blocks of a tier down, in order of sealing, so that victims are nearly always copies
     keep_free:  in durable tiers, evict a little ahead of demand, since a slot is free only after its record is deleted
 
-A dirty block is evicted without a copy only when nobody holds its branch any more, or when the tier below can't take it.
+A dirty block is evicted without a copy only when nobody holds its branch any more, or when the tier below can't take
+it.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from kvstore.core.state import (
     drop,
     free_slot,
     make_ready,
+    note_ghost,
     path_of,
     place,
-    readable,
     refresh,
     update_visibility,
 )
@@ -137,7 +138,8 @@ def keep_free(s: State, pool: Pool, now_ns: int) -> None:
 def clean(s: State, pool: Pool, now_ns: int, force: bool = False, only: list[Block] | None = None) -> bool:
     """Start one move of dirty blocks to the tier below. True when something was started.
 
-    `only`: blocks that a client waits for, in path order; they go before the others and past the limit on moves in flight.
+    `only`: blocks that a client waits for, in path order; they go before the others and past the limit on moves in
+    flight.
     """
     target = pool.sink
     if target is None or (only is None and s.moves_in_flight >= s.limits.num_moves_in_flight):
@@ -161,10 +163,8 @@ def clean(s: State, pool: Pool, now_ns: int, force: bool = False, only: list[Blo
 def _to_clean(s: State, pool: Pool, target: Pool, only: list[Block] | None) -> list[Block]:
     """Dirty blocks in an order that keeps the lower tier prefix-closed; at most one move's worth."""
     chosen: dict[Block, None] = {}
-    scanned = 0
-    for block in only if only is not None else pool.dirty:
-        scanned += 1
-        if len(chosen) >= s.limits.num_move_items or scanned > DIRTY_SCAN_MAX:
+    for scanned, block in enumerate(only if only is not None else pool.dirty):
+        if len(chosen) >= s.limits.num_move_items or scanned >= DIRTY_SCAN_MAX:
             break
         for ancestor in _missing_below(block, pool, target, chosen):
             chosen[ancestor] = None
@@ -237,8 +237,7 @@ def lose(s: State, block: Block, pool: Pool, now_ns: int) -> None:
     pool.num_draining += 1
     refresh(s, block, now_ns)
     update_visibility(s, block)
-    if block.kids and not readable(block):
-        s.ghosts.setdefault(block, now_ns)
+    note_ghost(s, block, now_ns)
 
 
 def _remove_lost(s: State, block: Block, pool: Pool, now_ns: int) -> None:
@@ -308,7 +307,7 @@ def _subtree(root: Block) -> list[Block]:
 
 
 def promote(s: State, tip: Block, now_ns: int) -> int:
-    """Start copying a path one tier up (first blocks first) into room that needs no I/O to be made. Returns blocks started."""
+    """Start copying a path one tier up, first blocks first, into room that needs no I/O. Returns blocks started."""
     started = 0
     for source in s.pools.values():
         target = source.upper

@@ -18,7 +18,9 @@ def on_acquire(s: State, e: Acquire, now_ns: int) -> None:
     space = s.space(e.keyspace)
     session = get_session(s, e.session) if e.session is not None else None
     if session is not None and session.space != space.index:
-        raise InvalidField("session_id", f"{e.session!r} is open in another keyspace", "use that keyspace, or another session")
+        raise InvalidField(
+            "session_id", f"{e.session!r} is open in another keyspace", "use that keyspace, or another session"
+        )
     count = match(space, e.hashes)
     block = space.blocks[e.hashes[count - 1]] if count else None
     lease_id = LeaseId(0)
@@ -79,7 +81,9 @@ def leased_path(lease: Lease, first: int, last: int) -> list[Block]:
     deepest = live(lease.block)
     length = 0 if deepest is None else deepest.depth + 1
     if not 0 <= first <= last <= length:
-        raise InvalidField("first, last", f"[{first}, {last}) is outside the leased prefix", f"stay within [0, {length})")
+        raise InvalidField(
+            "first, last", f"[{first}, {last}) is outside the leased prefix", f"stay within [0, {length})"
+        )
     path: list[Block] = []
     block = deepest
     while block is not None and block.depth >= first:

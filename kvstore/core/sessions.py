@@ -2,8 +2,8 @@
 
     OPEN --turn start--> RUNNING --tool start--> TOOL_WAIT --tool end--> RUNNING --turn end--> IDLE ... --end--> ENDED
 
-A session is a path of blocks in a tree, named by its deepest block (the tip). A fork starts at its parent's tip and shares the
-prefix. Policies read these records; only the machine writes them.
+A session is a path of blocks in a tree, named by its deepest block (the tip). A fork starts at its parent's tip and
+shares the prefix. Policies read these records; only the machine writes them.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     pool   | segment 0        | segment 1        | segment 2        | ...
            | 1.4 MiB slots .. | 64 KiB slots ... | (free)           |
 
-A segment that becomes empty goes back to the common list, so room follows demand between keyspaces of different block sizes.
-Free slots of a segment are handed out in address order after a sort, so that consecutive blocks tend to be neighbours.
+A segment that becomes empty goes back to the common list, so room follows demand between keyspaces of different block
+sizes. Free slots of a segment are handed out in address order after a sort, so that consecutive blocks tend to be
+neighbours.
 """
 
 from __future__ import annotations
@@ -95,6 +96,10 @@ class SlotAllocator:
     def num_free_segments(self) -> int:
         """Segments that belong to no size class now."""
         return len(self._free_segments)
+
+    def is_free_segment(self, index: int) -> bool:
+        """Does the segment serve no size class now?"""
+        return index not in self._segments
 
     def num_free(self, size_class: int) -> int:
         """Slots that `allocate` could still give to `size_class`."""

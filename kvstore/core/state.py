@@ -6,7 +6,8 @@
 Three derived facts are kept up to date at every change, by `refresh` and `update_visibility`:
 - *visible*: readable, and so are all ancestors. Binary search for the longest prefix stands on it.
 - *candidate*: may leave its tier now (see `evictable`); the tier's policy holds exactly the candidates.
-- *dirty*: READY in a tier that has a living lower tier, with no copy below. Kept in order of sealing, parents before children.
+- *dirty*: READY in a tier that has a living lower tier, with no copy below. Kept in order of sealing, parents before
+  children.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from kvstore.core.blocks import Block, Residency
 from kvstore.core.commands import Command, Removed, ReserveStatus, SegmentFree, Stored
@@ -202,7 +204,7 @@ class State:
         self.notices = notices
         self.pools: dict[Tier, Pool] = {c.tier: Pool(c) for c in sorted(tiers, key=lambda c: c.tier)}
         ordered = list(self.pools.values())
-        for upper, lower in zip(ordered, ordered[1:], strict=False):
+        for upper, lower in pairwise(ordered):
             upper.lower, lower.upper = lower, upper
         self.spaces: dict[KeyspaceId, Space] = {}
         self.space_list: list[Space] = []
@@ -280,6 +282,12 @@ def path_of(block: Block | None) -> list[Block]:
 def readable(block: Block) -> bool:
     """Does any tier hold a READY copy?"""
     return any(r is not None and r.state == READY for r in block.residencies)
+
+
+def note_ghost(s: State, block: Block, now_ns: int) -> None:
+    """Remember a block whose descendants have become orphans."""
+    if block.kids and not readable(block):
+        s.ghosts.setdefault(block, now_ns)
 
 
 def update_visibility(s: State, block: Block) -> None:
@@ -370,6 +378,8 @@ def make_ready(s: State, block: Block, pool: Pool, now_ns: int) -> None:
     pool.num_filling -= 1
     pool.num_ready += 1
     s.ghosts.pop(block, None)
+    if block.parent is not None:
+        note_ghost(s, block.parent, now_ns)
     update_visibility(s, block)
     refresh(s, block, now_ns)
     if s.notices:
@@ -397,6 +407,7 @@ def drop(s: State, block: Block, pool: Pool, now_ns: int, reason: str, keep_slot
             above.num_kids -= 1
         inherit(parent, block)
     if any(r is not None for r in block.residencies):
+        note_ghost(s, block, now_ns)
         update_visibility(s, block)
         refresh(s, block, now_ns)
     else:

@@ -1,7 +1,8 @@
 """Reserving, sealing, persisting; and borrowed slots of an engine.
 
-A `Reserve` names a path; blocks already there are RESIDENT, blocks being filled by somebody else IN_FLIGHT, the rest get slots in path
-order. When room takes I/O to make, the request waits (bounded in number and time) and is answered as a whole.
+A `Reserve` names a path; blocks already there are RESIDENT, blocks being filled by somebody else IN_FLIGHT, the rest
+get slots in path order. When room takes I/O to make, the request waits (bounded in number and time) and is answered as
+a whole.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def on_reserve(s: State, e: Reserve, now_ns: int) -> None:
 
 def _pool(s: State, tier: Tier) -> Pool:
     if tier not in s.pools:
-        raise InvalidField("tier", f"{tier.label} is not a tier of this node", f"use {', '.join(t.label for t in s.pools)}")
+        raise InvalidField(
+            "tier", f"{tier.label} is not a tier of this node", f"use {', '.join(t.label for t in s.pools)}"
+        )
     return s.pools[tier]
 
 
@@ -146,13 +149,21 @@ def serve_waiters(s: State, now_ns: int) -> None:
             s.waiters.append(w)
 
 
-def on_seal(s: State, e: Seal, now_ns: int) -> None:
-    op = s.ops.get(e.op)
+def fill_op(s: State, op_id: OpId) -> FillOp:
+    """A running reservation. Raises LeaseExpired."""
+    op = s.ops.get(op_id)
     if not isinstance(op, FillOp):
-        raise LeaseExpired(f"op_id: reservation {e.op} has expired; reserve again")
+        raise LeaseExpired(f"op_id: reservation {op_id} has expired; reserve again")
+    return op
+
+
+def on_seal(s: State, e: Seal, now_ns: int) -> None:
+    op = fill_op(s, e.op)
     unknown = [h for h in (*e.sealed, *e.failed) if h not in op.blocks]
     if unknown:
-        raise InvalidField("records", f"block {unknown[0].hex()} was not granted by operation {e.op}", "seal granted blocks only")
+        raise InvalidField(
+            "records", f"block {unknown[0].hex()} was not granted by operation {e.op}", "seal granted blocks only"
+        )
     deepest: Block | None = None
     for block_hash in e.failed:
         _drop_fill(s, op, op.blocks.pop(block_hash), now_ns)
@@ -226,7 +237,8 @@ def _known_path(space: Space, e: Persist) -> list[Block]:
 def _durable_prefix(s: State, path: list[Block]) -> int:
     for index, block in enumerate(path):
         if not any(
-            r is not None and r.state == READY and s.pools[Tier(t)].config.durable for t, r in enumerate(block.residencies)
+            r is not None and r.state == READY and s.pools[Tier(t)].config.durable
+            for t, r in enumerate(block.residencies)
         ):
             return index
     return len(path)
@@ -299,7 +311,9 @@ def on_give_back(s: State, e: GiveBack, now_ns: int) -> None:
     for slot in e.slots:
         tier = lease.borrowed.pop(slot, None)
         if tier is None:
-            raise InvalidField("slots", f"slot {slot} is not borrowed under lease {e.lease}", "return borrowed slots only")
+            raise InvalidField(
+                "slots", f"slot {slot} is not borrowed under lease {e.lease}", "return borrowed slots only"
+            )
         s.pools[tier].num_borrowed -= 1
         free_slot(s, s.pools[tier], slot)
 

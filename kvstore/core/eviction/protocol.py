@@ -1,12 +1,13 @@
 """What the machine asks of an eviction policy.
 
-One policy instance serves one tier of one machine. The machine tells it which blocks *may* be evicted from that tier now (the
-candidates: READY, no child in the tier, no lease, no running operation) and asks for the worst of them. Everything else a policy
-knows comes from `touch` and `signal`.
+One policy instance serves one tier of one machine. The machine tells it which blocks *may* be evicted from that tier
+now (the candidates: READY, no child in the tier, no lease, no running operation) and asks for the worst of them.
+Everything else a policy knows comes from `touch` and `signal`.
 
-Calls come in this order for a block: `add` -> (`touch` | `signal`)* -> `discard` (it got a child, a lease, a hold) or `evicted`.
-`touch` is called once a request, for the deepest resident block of the request's path (in this tier), whether it is a candidate or
-not; ancestors are used implicitly. No call may cost more than O(log n) amortised in the number of resident blocks and sessions.
+Calls come in this order for a block: `add` -> (`touch` | `signal`)* -> `discard` (it got a child, a lease, a hold) or
+`evicted`. `touch` is called once a request, for the deepest resident block of the request's path (in this tier),
+whether it is a candidate or not; ancestors are used implicitly. No call may cost more than O(log n) amortised in the
+number of resident blocks and sessions.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class EvictionPolicy(Protocol):
     name: str
 
     def touch(self, tip: Block, session: Session | None, now_ns: int) -> None:
-        """A request used `tip` and all its ancestors; `tip.last_access_ns` and `tip.last_session` are already updated."""
+        """A request used `tip` and all its ancestors; `tip.last_access_ns` and `tip.last_session` are already
+        updated."""
 
     def signal(self, session: Session, now_ns: int) -> None:
         """`session.activity` (or tool, expected wait, tip) has just changed; the record holds the new values."""

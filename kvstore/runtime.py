@@ -1,0 +1,607 @@
+"""The one owner of a node's machine: carries out its commands and feeds completions back.
+
+    caller threads --event--> [lock: machine.step] --Move--------> movers -> transfer engine --+
+                                     |  |  ^                                                   | written
+                                answers |  |  +---------------- MoveDone --------------+       v
+                                        |  +-----Unpublish, Sync, record puts---> [committer thread: LMDB groups]
+                                        +--notices--> journal (Watch), metrics
+
+One thread commits to the durable index, in the order the machine commanded; what has piled up goes into one
+transaction. A put is queued only after its payload was written, so a record never precedes its bytes. Nothing here
+waits while holding the lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from kvstore.committer import Committer
+from kvstore.config import ServiceConfig
+from kvstore.core import commands, events
+from kvstore.core.blocks import Block
+from kvstore.core.commands import Command, Location
+from kvstore.core.eviction import make_policy
+from kvstore.core.keyspace import Keyspace
+from kvstore.core.machine import Machine
+from kvstore.core.record import NO_PARENT, Record
+from kvstore.core.state import Limits, TierConfig
+from kvstore.core.types import BlockHash, Durability, Hashes, KeyspaceId, LeaseId, OpId, SessionId, Slot, Tier
+from kvstore.errors import (
+    ChecksumMismatch,
+    InvalidField,
+    KVStoreError,
+    LayoutMismatch,
+    LimitExceeded,
+    TierFull,
+    Unavailable,
+)
+from kvstore.journal import Journal
+from kvstore.metrics import Metrics, Rows
+from kvstore.tiers.arena import Arena, Huge
+from kvstore.tiers.datadir import DataDir
+from kvstore.tiers.index_lmdb import Entry, block_key
+from kvstore.tiers.transfer import Copy, CopyResult, File, Memory, Priority, TransferEngine
+
+log = logging.getLogger(__name__)
+TICK_S = 0.1
+REVIVE_AFTER_S = 5.0
+TRANSFER_TIMEOUT_S = 60.0
+RECOVER_BATCH = 10_000
+_HUGE: dict[str, Huge] = {"auto": "auto", "on": "require", "off": "never"}
+_T = TypeVar("_T")
+Work = commands.Move | commands.Unpublish | commands.Sync | commands.SegmentFree
+
+
+class Runtime:
+    """A node: machine, arena, data directory, hands. All methods are thread-safe.
+
+    `close` stops the hands; what was acknowledged as durable is on disk by then.
+    """
+
+    def __init__(self, config: ServiceConfig, progress: Callable[[int, int], None] | None = None) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self.journal = Journal()
+        self._lock = threading.Lock()
+        self._futures: dict[int, Future[Command]] = {}
+        self._next_request = 1
+        self._keyspaces: dict[KeyspaceId, Keyspace] = {}
+        self._records: dict[Block, Record] = {}
+        self._dirty_sessions: set[SessionId] = set()
+        self._dead_since: float | None = None
+        self._closing = threading.Event()
+        self.data = self._open_data(config)
+        try:
+            self.arena = Arena.create(config.dram_bytes, _HUGE[config.huge_pages])
+        except BaseException:
+            if self.data is not None:
+                self.data.close()
+            raise
+        self.boot_epoch = self.data.boot_epoch if self.data is not None else time.time_ns() & (2**63 - 1)
+        self.machine = Machine(_tiers(config, self.data), _limits(config), notices=True)
+        self.engine = TransferEngine(config.io_threads)
+        self._movers = ThreadPoolExecutor(2, "kvstore-mover")
+        self._committer = Committer(self.data.index, self._committed) if self.data is not None else None
+        if self.data is not None:
+            self._recover(self.data, progress)
+        self.metrics.gauges(self._gauges)
+        self._ticker = threading.Thread(target=self._tick_loop, name="kvstore-ticker", daemon=True)
+        self._ticker.start()
+
+    @staticmethod
+    def _open_data(config: ServiceConfig) -> DataDir | None:
+        if not config.nvme_bytes:
+            return None
+        return DataDir.open(
+            Path(config.data_dir),
+            config.nvme_bytes,
+            segment_bytes=config.segment_bytes,
+            reserve_bytes=config.nvme_reserve_bytes,
+        )
+
+    # ---- stepping
+
+    def _step(self, event: events.Event) -> list[Command]:
+        """Step, send work to the hands, give notices to the journal. Returns the answers."""
+        with self._lock:
+            return self._step_locked(event)
+
+    def _step_locked(self, event: events.Event) -> list[Command]:
+        answers: list[Command] = []
+        for command in self.machine.step(event, time.monotonic_ns()):
+            if isinstance(command, Work):
+                self._send(command)
+            elif isinstance(command, commands.Stored):
+                self.journal.stored(command)
+            elif isinstance(command, commands.Removed):
+                self._removed(command)
+            elif isinstance(command, commands.Reserved | commands.Persisted):
+                future = self._futures.pop(command.request, None)
+                if future is not None:
+                    future.set_result(command)
+            elif isinstance(command, commands.LeaseEnded):
+                self.metrics.failed("LeaseExpired")
+            else:
+                if isinstance(command, commands.SessionChanged):
+                    self._dirty_sessions.add(command.session.id)
+                answers.append(command)
+        return answers
+
+    def _send(self, command: Work) -> None:
+        if isinstance(command, commands.Move):
+            self._movers.submit(self._move, command)
+        elif isinstance(command, commands.Unpublish):
+            assert self._committer is not None
+            keys = [block_key(keyspace, block_hash) for keyspace, block_hash in command.blocks]
+            self._committer.delete(keys, command)
+        elif isinstance(command, commands.Sync):
+            self._movers.submit(self._sync, command)
+        elif self.data is not None:
+            self._movers.submit(self._drop_segment, self.data, command.index)
+
+    def _removed(self, command: commands.Removed) -> None:
+        self.journal.removed(command)
+        self.metrics.evicted(command.tier.label, command.reason)
+        if command.tier == Tier.DRAM:
+            self._records.pop(command.block, None)
+
+    def _deferred(self, make: Callable[[int], events.Event]) -> Future[Command]:
+        """Step an event whose answer may come later."""
+        future: Future[Command] = Future()
+        with self._lock:
+            request = self._next_request
+            self._next_request += 1
+            self._futures[request] = future
+            try:
+                self._step_locked(make(request))
+            except BaseException:
+                self._futures.pop(request, None)
+                raise
+        return future
+
+    # ---- keyspaces
+
+    def register(self, encoding: bytes) -> Keyspace:
+        """Make a keyspace known, durably. Raises InvalidField."""
+        keyspace = Keyspace.decode(encoding)
+        with self._lock:
+            known = keyspace.id in self._keyspaces
+            if not known:
+                self._step_locked(events.RegisterKeyspace(keyspace.id, keyspace.slot_bytes))
+                self._keyspaces[keyspace.id] = keyspace
+        if not known and self.data is not None:
+            self.data.index.put_keyspace(keyspace.id, encoding)
+        return keyspace
+
+    def keyspace(self, keyspace_id: KeyspaceId) -> Keyspace:
+        """A registered keyspace. Raises UnknownKeyspace."""
+        with self._lock:
+            self.machine.space(keyspace_id)
+            return self._keyspaces[keyspace_id]
+
+    # ---- reading
+
+    def match(self, keyspace: KeyspaceId, hashes: Hashes) -> int:
+        """Longest resident prefix in blocks; no side effect."""
+        with self._lock:
+            return self.machine.match(keyspace, hashes)
+
+    def acquire(self, event: events.Acquire) -> commands.Acquired:
+        """Match and lease."""
+        answer = _only(self._step(event), commands.Acquired)
+        self.metrics.acquired(len(event.hashes), answer.num_blocks)
+        if event.session is not None:
+            self.journal.session(event.session, f"acquire {len(event.hashes)} {answer.num_blocks}", event.keyspace)
+        return answer
+
+    def renew(self, leases: tuple[LeaseId, ...], ttl_ns: int) -> tuple[LeaseId, ...]:
+        """Prolong; returns those that had expired."""
+        return _only(self._step(events.Renew(leases, ttl_ns)), commands.Renewed).expired
+
+    def release(self, leases: tuple[LeaseId, ...]) -> None:
+        """Give back; unknown ones are ignored."""
+        self._step(events.Release(leases))
+
+    def restore(self, lease: LeaseId, first: int, last: int) -> tuple[OpId, tuple[Location, ...], list[Record]]:
+        """Hold and locate blocks [first, last) of a leased path, with their records. The plan is cut at the first block
+        whose record is gone."""
+        plan = _only(self._step(events.Restore(lease, first, last)), commands.RestorePlan)
+        records = self._records_of(plan.places)
+        good = next((i for i, r in enumerate(records) if r is None), len(records))
+        for place in plan.places[good : good + 1]:
+            log.warning("record of %r is missing", place.block)
+            self._step(events.Lost(self.machine.space_of(place.block).id, place.block.hash, place.tier))
+        for place in plan.places[:good]:
+            self.metrics.hits(place.tier.label, 1)
+        return plan.op, plan.places[:good], [r for r in records[:good] if r is not None]
+
+    def _records_of(self, places: Sequence[Location]) -> list[Record | None]:
+        with self._lock:
+            found = [self._records.get(p.block) for p in places]
+        missing = [i for i, r in enumerate(found) if r is None]
+        if missing and self.data is not None:
+            keys = [block_key(self.machine.space_of(places[i].block).id, places[i].block.hash) for i in missing]
+            for i, entry in zip(missing, self.data.index.get_many(keys), strict=True):
+                found[i] = entry.record if entry is not None else None
+        return found
+
+    def restore_done(self, op: OpId, corrupt: tuple[int, ...], moved: dict[Tier, int]) -> None:
+        """The client read the blocks; `corrupt` positions failed verification, `moved` are bytes out of each tier."""
+        self._step(events.RestoreDone(op, corrupt))
+        self.metrics.failed("ChecksumMismatch", len(corrupt))
+        for tier, num_bytes in moved.items():
+            self.metrics.moved(tier.label, "out", num_bytes)
+
+    def prefetch(self, session: SessionId) -> int:
+        """Bring a session's blocks up; returns promotions started."""
+        return _only(self._step(events.Prefetch(session)), commands.Prefetching).num_blocks
+
+    # ---- writing
+
+    def reserve(self, event: events.Reserve) -> Future[commands.Reserved]:
+        """Slots in the arena. `event.request` is replaced."""
+        self._check_length(event.hashes)
+        future = self._deferred(
+            lambda n: events.Reserve(
+                n,
+                event.keyspace,
+                event.hashes,
+                event.first,
+                event.owner,
+                event.tier,
+                event.ttl_ns,
+                event.wait_ns,
+                event.session,
+            )
+        )
+        return future  # type: ignore[return-value]
+
+    def seal(self, op: OpId, records: Sequence[Record], failed: Sequence[BlockHash]) -> int:
+        """Publish filled blocks. Raises LeaseExpired, LayoutMismatch, InvalidField; nothing is published then."""
+        with self._lock:
+            blocks = self.machine.fill_blocks(op)
+            for record in records:
+                self._check_record(blocks, record)
+            for record in records:
+                self._records[blocks[record.hash]] = record
+            answer = _only(
+                self._step_locked(events.Seal(op, tuple(r.hash for r in records), tuple(failed))), commands.Sealed
+            )
+        self.metrics.sealed(answer.num_blocks)
+        self.metrics.moved(Tier.DRAM.label, "in", sum(r.payload_bytes for r in records))
+        return answer.num_blocks
+
+    def _check_record(self, blocks: dict[BlockHash, Block], record: Record) -> None:
+        block = blocks.get(record.hash)
+        if block is None:
+            raise InvalidField("records", f"block {record.hash.hex()} was not granted", "seal granted blocks only")
+        space = self.machine.space_of(block)
+        keyspace = self._keyspaces[space.id]
+        if record.keyspace != space.id:
+            raise LayoutMismatch(
+                f"records: keyspace {record.keyspace.hex()[:16]} is not that of the reservation; reserve again"
+            )
+        if (record.num_slices, record.slice_bytes) != (keyspace.num_layers, keyspace.slice_bytes):
+            raise LayoutMismatch(
+                f"records: {record.num_slices} slices of {record.slice_bytes} bytes, "
+                f"the keyspace has {keyspace.num_layers} of {keyspace.slice_bytes}; use the registered layout"
+            )
+        parent = block.parent.hash if block.parent is not None else NO_PARENT
+        if (record.parent, record.depth) != (parent, block.depth):
+            raise InvalidField(
+                "records", f"block {record.hash.hex()} has another parent or position", "send records in path order"
+            )
+
+    def persist(
+        self, keyspace: KeyspaceId, hashes: Hashes, durability: Durability, wait_ns: int
+    ) -> Future[commands.Persisted]:
+        """Make a path durable; the answer says how many leading blocks hold the promise."""
+        self._check_length(hashes)
+        future = self._deferred(lambda n: events.Persist(n, keyspace, hashes, durability, wait_ns))
+        return future  # type: ignore[return-value]
+
+    def detach(self, owner: str) -> None:
+        """A client is gone."""
+        self._step(events.Detach(owner))
+
+    def _check_length(self, hashes: Hashes) -> None:
+        limit = self.config.max_request_blocks
+        if len(hashes) > limit:
+            raise LimitExceeded(
+                f"hashes: {len(hashes)} blocks in one request, the limit is {limit}; raise max_request_blocks"
+            )
+
+    # ---- sessions
+
+    def session_event(self, event: events.Event) -> commands.SessionChanged:
+        """Open, signal, fork, supersede or end."""
+        answer = _only(self._step(event), commands.SessionChanged)
+        with self._lock:
+            keyspace = self.machine.space_at(answer.session.space).id
+        detail = type(event).__name__.lower()
+        if isinstance(event, events.Signal):
+            detail = f"{event.kind.name.lower()} {event.tool}".rstrip()
+        self.journal.session(answer.session.id, detail, keyspace)
+        return answer
+
+    def read(self, query: Callable[[Machine], _T]) -> _T:
+        """Run a query on the machine; it must not change anything."""
+        with self._lock:
+            return query(self.machine)
+
+    # ---- hands
+
+    def _move(self, command: commands.Move) -> None:
+        """Mover thread: copy the items, then publish what was copied."""
+        started = time.monotonic()
+        failed: set[int] = set()
+        corrupt: set[int] = set()
+        dead = False
+        entries: dict[int, Entry] = {}
+        try:
+            copies = self._copies(command, failed, entries)
+            priority = Priority.READ if command.target < command.source else Priority.WRITE
+            results = self.engine.submit([c for _, c in copies], priority, TRANSFER_TIMEOUT_S).wait() if copies else []
+            dead = self._judge(command, [i for i, _ in copies], results, failed, corrupt)
+        except TierFull as error:
+            log.warning("%s is full: %s", command.target.label, error)
+            failed, dead = set(range(len(command.items))), command.target == Tier.NVME
+        except KVStoreError as error:
+            log.warning("move to %s failed: %s", command.target.label, error)
+            failed = set(range(len(command.items)))
+        except Exception:
+            log.exception("move to %s failed unexpectedly", command.target.label)
+            failed = set(range(len(command.items)))
+        self.metrics.move(command.source.label, command.target.label, time.monotonic() - started)
+        done = events.MoveDone(command.op, tuple(sorted(failed)), tuple(sorted(corrupt)), dead)
+        good = [entry for i, entry in entries.items() if i not in failed]
+        for entry in good:
+            self.metrics.moved(command.source.label, "out", entry.record.payload_bytes)
+            self.metrics.moved(command.target.label, "in", entry.record.payload_bytes)
+        if command.target == Tier.NVME and good and self._committer is not None:
+            self._committer.put(good, (command, done))
+        else:
+            self._move_ended(command, done)
+
+    def _copies(self, command: commands.Move, failed: set[int], entries: dict[int, Entry]) -> list[tuple[int, Copy]]:
+        places = [Location(item.block, command.source, item.source) for item in command.items]
+        copies = []
+        for index, (item, record) in enumerate(zip(command.items, self._records_of(places), strict=True)):
+            if record is None:
+                failed.add(index)
+                continue
+            entries[index] = Entry(record, item.target, item.block.size_class)
+            source = self._place(command.source, item.source, record, make=False)
+            target = self._place(command.target, item.target, record, make=True)
+            copies.append((index, Copy(source, target, record.payload_bytes, record.slice_bytes, record.checksums)))
+        return copies
+
+    def _place(self, tier: Tier, slot: Slot, record: Record, make: bool) -> Memory | File:
+        if tier == Tier.DRAM:
+            return Memory(self.arena.array, slot)
+        assert self.data is not None
+        return self.data.slab.place(slot, record.payload_bytes, make=make)
+
+    def _judge(
+        self,
+        command: commands.Move,
+        indices: list[int],
+        results: list[CopyResult],
+        failed: set[int],
+        corrupt: set[int],
+    ) -> bool:
+        """Sort outcomes; True when the target can't be written any more."""
+        dead = False
+        for index, result in zip(indices, results, strict=True):
+            if result.error is None:
+                continue
+            failed.add(index)
+            self.metrics.failed(type(result.error).__name__)
+            if isinstance(result.error, ChecksumMismatch):
+                corrupt.add(index)
+            elif isinstance(result.error, TierFull):
+                dead = True
+            elif not isinstance(result.error, Unavailable):
+                dead = dead or command.target == Tier.NVME
+            log.warning("%r: %s", command.items[index].block, result.error)
+        return dead
+
+    def _move_ended(self, command: commands.Move, done: events.MoveDone) -> None:
+        if command.target == Tier.DRAM:
+            self._keep_records(command, set(done.failed))
+        if done.tier_dead and self._dead_since is None:
+            self._dead_since = time.monotonic()
+            self.metrics.failed("tier_dead")
+        self._step(done)
+
+    def _keep_records(self, command: commands.Move, failed: set[int]) -> None:
+        places = [Location(item.block, command.source, item.source) for item in command.items]
+        for index, (place, record) in enumerate(zip(places, self._records_of(places), strict=True)):
+            if index not in failed and record is not None:
+                with self._lock:
+                    self._records[place.block] = record
+
+    def _committed(self, tokens: list[object], error: KVStoreError | None) -> None:
+        """Committer thread: a group is durable in the index, or isn't."""
+        for token in tokens:
+            if isinstance(token, commands.Unpublish):
+                self._step(events.UnpublishDone(token.op))
+            elif isinstance(token, tuple):
+                command, done = token
+                if error is not None:
+                    self.metrics.failed(type(error).__name__)
+                    done = events.MoveDone(done.op, tuple(range(len(command.items))), done.corrupt, True)
+                self._move_ended(command, done)
+
+    def _sync(self, command: commands.Sync) -> None:
+        ok = False
+        try:
+            if self.data is not None and self._committer is not None:
+                self.data.slab.sync()
+                self._committer.flush(sync=True)
+                ok = True
+        except KVStoreError as error:
+            log.warning("sync failed: %s", error)
+            self.metrics.failed(type(error).__name__)
+        self._step(events.SyncDone(command.op, ok))
+
+    def _drop_segment(self, data: DataDir, index: int) -> None:
+        with self._lock:
+            pool = self.machine.pool(Tier.NVME)
+            if pool is None or not pool.slots.is_free_segment(index):
+                return  # taken again meanwhile
+            try:
+                data.slab.drop_segment(index)
+            except (OSError, KVStoreError) as error:
+                log.warning("segment %d: %s", index, error)
+
+    # ---- time
+
+    def _tick_loop(self) -> None:
+        while not self._closing.wait(TICK_S):
+            try:
+                self._tick()
+            except Exception:
+                log.exception("tick failed")
+
+    def _tick(self) -> None:
+        with self._lock:
+            if self.machine.busy:
+                self._step_locked(events.Tick())
+            if self._dead_since is not None and time.monotonic() - self._dead_since > REVIVE_AFTER_S:
+                self._dead_since = None
+                self._step_locked(events.TierAlive(Tier.NVME, True))
+            rows = self._session_rows()
+        if rows and self._committer is not None:
+            self._committer.sessions(rows)
+
+    def _session_rows(self) -> dict[str, dict[str, object] | None]:
+        rows: dict[str, dict[str, object] | None] = {}
+        open_now = {s.id: s for s in self.machine.sessions()} if self._dirty_sessions else {}
+        for session_id in self._dirty_sessions:
+            session = open_now.get(session_id)
+            if session is None:
+                rows[session_id] = None
+                continue
+            tip = self.machine.session_path(session_id)[-1:]
+            rows[session_id] = {
+                "keyspace": self.machine.space_at(session.space).id.hex(),
+                "tip": tip[0].hash.hex() if tip else None,
+                "activity": int(session.activity),
+            }
+        self._dirty_sessions.clear()
+        return rows
+
+    @property
+    def health(self) -> str:
+        """ "serving", or "degraded" while a tier takes no writes."""
+        return "serving" if self._dead_since is None else "degraded"
+
+    def _gauges(self) -> Iterable[tuple[str, str, Rows]]:
+        with self._lock:
+            pools = self.machine.pools()
+            yield "capacity_bytes", "Size of a tier", [({"tier": p.tier.label}, p.slots.capacity_bytes) for p in pools]
+            yield "used_bytes", "Bytes in used slots", [({"tier": p.tier.label}, p.slots.used_bytes) for p in pools]
+            states = [("filling", "num_filling"), ("ready", "num_ready"), ("draining", "num_draining")]
+            rows = [
+                ({"tier": p.tier.label, "state": name}, float(getattr(p, attr))) for p in pools for name, attr in states
+            ]
+            yield "residencies", "Copies by state", rows
+            yield "dirty_bytes", "Bytes with no copy below", [({"tier": p.tier.label}, p.dirty_bytes) for p in pools]
+            counts = self.machine.count_sessions()
+            yield "sessions", "Open sessions", [({"state": a.name.lower()}, n) for a, n in counts.items()]
+            yield "leases", "Live leases", [({}, self.machine.num_leases)]
+            yield "operations", "Running operations", [({}, self.machine.num_ops)]
+            yield "healthy", "1 when serving", [({}, float(self._dead_since is None))]
+
+    # ---- start and end
+
+    def _recover(self, data: DataDir, progress: Callable[[int, int], None] | None) -> None:
+        for keyspace_id, encoding in data.index.keyspaces().items():
+            try:
+                keyspace = Keyspace.decode(encoding)
+            except InvalidField as error:
+                log.warning("keyspace %s dropped: %s", keyspace_id.hex()[:16], error)
+                continue
+            self._keyspaces[keyspace_id] = keyspace
+            self._step(events.RegisterKeyspace(keyspace_id, keyspace.slot_bytes))
+        entries = sorted(data.recover(progress), key=lambda e: e.record.depth)
+        lost = [block_key(e.record.keyspace, e.record.hash) for e in entries if not self._recover_one(e)]
+        for start in range(0, len(lost), RECOVER_BATCH):
+            data.index.commit(deletes=lost[start : start + RECOVER_BATCH])
+        self._recover_sessions(data)
+        log.info("recovered %d blocks, dropped %d", len(entries) - len(lost), len(lost) + data.num_dropped)
+
+    def _recover_one(self, entry: Entry) -> bool:
+        r = entry.record
+        known = self._keyspaces.get(r.keyspace)
+        if known is None or known.slot_bytes != entry.size_class:
+            return False
+        parent = r.parent if r.depth else None
+        self._step(events.Recovered(r.keyspace, r.hash, parent, entry.slot))
+        return r.hash in self.machine.space(r.keyspace).blocks
+
+    def _recover_sessions(self, data: DataDir) -> None:
+        for session_id, row in data.index.sessions().items():
+            try:
+                keyspace = KeyspaceId(bytes.fromhex(str(row["keyspace"])))
+                tip = BlockHash(bytes.fromhex(row["tip"])) if row["tip"] else None
+                self._step(events.RecoveredSession(SessionId(session_id), keyspace, tip, int(row["activity"])))
+            except (KVStoreError, KeyError, ValueError, TypeError) as error:
+                log.warning("session %r dropped: %s", session_id, error)
+
+    def close(self) -> None:
+        """Stop the hands and write what is queued."""
+        if self._closing.is_set():
+            return
+        self._tick()
+        self._closing.set()
+        self._ticker.join()
+        self._movers.shutdown()
+        self.engine.close()
+        if self._committer is not None:
+            self._committer.close()
+        if self.data is not None:
+            self.data.close()
+        self.arena.close()
+
+
+def _only(answers: list[Command], kind: type[_T]) -> _T:
+    found = [a for a in answers if isinstance(a, kind)]
+    assert len(found) == 1, f"{kind.__name__} expected, got {answers}"
+    return found[0]
+
+
+def _tiers(config: ServiceConfig, data: DataDir | None) -> list[TierConfig]:
+    """Tiers of a node. The data directory keeps its own segment size."""
+    tiers = [
+        TierConfig(
+            Tier.DRAM,
+            config.dram_bytes,
+            lambda tier: make_policy(config.dram_policy, tier),
+            segment_bytes=config.segment_bytes,
+            clean_above=config.write_behind_watermark,
+        )
+    ]
+    if data is not None:
+        tiers.append(
+            TierConfig(
+                Tier.NVME,
+                config.nvme_bytes,
+                lambda tier: make_policy(config.nvme_policy, tier),
+                segment_bytes=data.slab.segment_bytes,
+                free_target=0.02,
+                durable=True,
+            )
+        )
+    return tiers
+
+
+def _limits(config: ServiceConfig) -> Limits:
+    return Limits(num_sessions=config.max_sessions, num_leases=config.max_leases, num_tombstones=100_000)
