@@ -32,7 +32,7 @@ from kvstore.core.types import SLOT_ALIGN, Slot
 from kvstore_gpu.driver import Driver
 from kvstore_gpu.errors import LayoutError, Unavailable
 from kvstore_gpu.kernels import Kernels, best_kernels
-from kvstore_gpu.pinned import PinnedRegion, StagingRing
+from kvstore_gpu.pinned import Pinned, StagingRing
 from kvstore_gpu.restore import LayerRestore
 from kvstore_gpu.streams import Backend, Copies, CudaBackend, Event, HostBuffer, InlineBackend, Stream
 
@@ -97,7 +97,7 @@ class Arena:
         self.kernels: Kernels = best_kernels(tensor.device)
         self._release: Callable[[], None] | None = release
         self._into, self._out = backend.new_stream(), backend.new_stream()
-        self._pinned: list[PinnedRegion] = []
+        self._pinned: list[Pinned] = []
         self._ring: StagingRing | None = None
 
     @classmethod
@@ -157,9 +157,13 @@ class Arena:
         """`[num_slots, stride_bytes]` uint8 where the pool is host memory, else None."""
         return self.tensor.numpy() if self.tensor.device.type == "cpu" else None
 
-    def use_pinned(self, region: PinnedRegion) -> None:
-        """Host buffers inside `region` are copied without staging from now on."""
-        self._pinned.append(region)
+    def use_pinned(self, memory: Pinned) -> None:
+        """Host buffers inside `memory` are copied without staging from now on."""
+        self._pinned.append(memory)
+
+    def forget_pinned(self, memory: Pinned) -> None:
+        """Undo `use_pinned`, before the memory goes."""
+        self._pinned.remove(memory)
 
     def copy_in(self, pairs: Iterable[PairIn], after: Sequence[CopyHandle] = ()) -> CopyHandle:
         """Host -> slots. Each buffer is `slot_bytes` or `stride_bytes` long and must not change before `wait`.
@@ -246,13 +250,14 @@ class Arena:
             raise LayoutError(f"no slot begins at {slot} in a pool of {self.num_slots} x {self.stride_bytes} bytes")
         if num_bytes not in (self.slot_bytes, self.stride_bytes):
             raise LayoutError(f"a host buffer of {num_bytes} bytes for slots of {self.slot_bytes}")
-        return self.tensor.data_ptr() + int(slot)
+        base: int = self.tensor.data_ptr()
+        return base + int(slot)
 
     def _reaches(self, memory: HostBuffer) -> bool:
         if not self.backend.needs_pinned:
             return True
         address = _address(memory)
-        return any(region.covers(address, memory.nbytes) for region in self._pinned)
+        return any(pinned.covers(address, memory.nbytes) for pinned in self._pinned)
 
     def _staging(self) -> StagingRing:
         if self._ring is None:

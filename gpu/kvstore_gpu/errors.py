@@ -1,22 +1,20 @@
-"""What can go wrong on the device side.
+"""What can go wrong on the device side, as part of the tree in `kvstore.errors`.
 
-GpuError
+TierError
 |-- Unavailable      a path this machine doesn't have; says what is missing and what mends it
 |   `-- PinRefused   the driver or the system forbids pinning
 |-- DriverError      a CUDA driver call answered with an error code
-|-- BuildError       CUDA sources did not compile
-|-- LayoutError      an engine pool or a copy that doesn't fit what was declared
-`-- TransferError    fewer bytes moved than asked for, or wrong ones
+`-- BuildError       CUDA sources did not compile
+RequestError
+`-- LayoutError      an engine pool or a copy that doesn't fit what was declared
 """
 
 from __future__ import annotations
 
-
-class GpuError(Exception):
-    """Base of everything this package raises on purpose."""
+from kvstore import errors
 
 
-class Unavailable(GpuError):
+class Unavailable(errors.Unavailable):
     """A path that this machine doesn't have."""
 
     def __init__(self, path: str, why: str, mend: str = "") -> None:
@@ -28,7 +26,7 @@ class PinRefused(Unavailable):
     """Host memory could not be registered with CUDA."""
 
 
-class DriverError(GpuError):
+class DriverError(errors.TierError):
     """A driver call failed; `code` is the CUresult."""
 
     def __init__(self, call: str, code: int, text: str) -> None:
@@ -36,13 +34,9 @@ class DriverError(GpuError):
         self.call, self.code, self.text = call, code, text
 
 
-class BuildError(GpuError):
+class BuildError(errors.TierError):
     """The compiler's log, as it came."""
 
 
-class LayoutError(GpuError, ValueError):
+class LayoutError(errors.RequestError, ValueError):
     """Shapes, strides or sizes that don't fit together."""
-
-
-class TransferError(GpuError):
-    """A transfer that did not do all of what was asked."""

@@ -39,6 +39,25 @@ class Registrar(Protocol):
         """Unpin."""
 
 
+class Pinned(Protocol):
+    """Host memory that a copy may use asynchronously."""
+
+    def covers(self, address: int, num_bytes: int) -> bool:
+        """Whether a range lies inside."""
+
+
+class PinnedBuffer:
+    """Memory that came pinned from the backend."""
+
+    def __init__(self, memory: HostBuffer) -> None:
+        self.memory = memory
+        self._start = _address(memory)
+
+    def covers(self, address: int, num_bytes: int) -> bool:
+        """See `Pinned`."""
+        return self._start <= address and address + num_bytes <= self._start + self.memory.nbytes
+
+
 @dataclass
 class PinnedRegion:
     """A registered host range. `close` before the mapping goes; never left to a destructor."""

@@ -54,7 +54,7 @@ class LayerRestore:
         return self._events[layer // self._layers_per_event].done()
 
     def finish(self) -> list[tuple[int, int]]:
-        """Wait for all of it; (pair, slice) of each slice whose bytes are wrong. Without expected sums: none is checked."""
+        """Wait for all of it; (pair, slice) of each slice that is wrong. Without expected sums none is checked."""
         if self._events:
             self._events[-1].wait()
         self._held.clear()
