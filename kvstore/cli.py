@@ -25,7 +25,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvstore.errors import KVStoreError, SetupError
+from kvstore.errors import InvalidField, KVStoreError, SetupError
 
 EXIT_USER, EXIT_BUG, EXIT_INTERRUPTED = 2, 70, 130
 
@@ -46,12 +46,13 @@ PASS_ON: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": T
 """Hand all arguments, `--help` too, to a command that is built when it is called."""
 
 Address = Annotated[
-    str,
+    str | None,
     typer.Option(
-        "--address", envvar="KVSTORE_CLIENT_ADDRESS", help="unix:/path/kvstore.sock or host:port", metavar="ADDRESS"
+        envvar="KVSTORE_CLIENT_ADDRESS",
+        help="unix:/path/kvstore.sock or host:port; default: the socket of a service with the same settings",
+        metavar="ADDRESS",
     ),
 ]
-
 DataDir = Annotated[
     Path | None,
     typer.Option("--data-dir", help="folder of the service's data; default: where it would keep it", metavar="DIR"),
@@ -153,8 +154,52 @@ def doctor(data_dir: DataDir = None) -> None:
 
 
 @app.command()
+def explain(session: str, address: Address = None) -> None:
+    """Where the context of SESSION stops being resident, and why."""
+    from kvstore import console
+
+    console.explain(address, session)
+
+
+@sessions.command("list")
+def list_sessions(
+    activity: Annotated[str, typer.Option(help="only those in this state")] = "", address: Address = None
+) -> None:
+    """All sessions: state, tool, and where their blocks are."""
+    from kvstore import console
+
+    if activity and activity not in console.activities():
+        raise InvalidField("activity", f"{activity!r} is no state", f"use one of {', '.join(console.activities())}")
+    console.list_sessions(address, activity)
+
+
+@sessions.command("end")
+def end_session(session: str, address: Address = None) -> None:
+    """End SESSION: blocks that only it held are the first to go."""
+    from kvstore import console
+
+    console.end_session(address, session)
+
+
+@sessions.command("export")
+def export_session(session: str, name: str, address: Address = None) -> None:
+    """Give the context of SESSION a NAME that outlives it."""
+    from kvstore import console
+
+    console.export_session(address, session, name)
+
+
+@sessions.command("resume")
+def resume_session(name: str, session: str, address: Address = None) -> None:
+    """Open SESSION at the context called NAME."""
+    from kvstore import console
+
+    console.resume_session(address, name, session)
+
+
+@app.command()
 def version() -> None:
-    """Version of this distribution, and of the formats it writes."""
+    """Version of this distribution."""
     from importlib import metadata
 
     try:

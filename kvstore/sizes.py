@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from decimal import Decimal
 from pathlib import Path
 
 _UNITS = {"": 1, "b": 1}
@@ -27,7 +28,7 @@ def parse_bytes(text: str | int) -> int:
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f"{text!r} is no size such as 8GiB")
-    return round(float(match[1]) * _UNITS[match[2].lower()])
+    return int(Decimal(match[1]) * _UNITS[match[2].lower()])  # exact, where a float would round large ones
 
 
 def format_bytes(num_bytes: int) -> str:

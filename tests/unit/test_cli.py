@@ -8,17 +8,26 @@ import signal
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import grpc
 import pytest
 import typer
 from pydantic import BaseModel, Field
 
 from kvstore import cli, errors, flags
 from kvstore.config import ServiceConfig
+from kvstore_api.v1 import kvstore_pb2 as pb
+from kvstore_api.v1.kvstore_pb2_grpc import (
+    KVIndexServicer,
+    SessionsServicer,
+    add_KVIndexServicer_to_server,
+    add_SessionsServicer_to_server,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -236,6 +245,78 @@ def test_engine_flags_come_from_its_configuration(run: Run, stand_in: Callable[.
     (tmp_path / "e.toml").write_text('device = "cuda"\n')
     assert run("engine", "--config", str(tmp_path / "e.toml"), "--pool-bytes", "2GiB").status == 0
     assert (seen[0].pool_bytes, seen[0].device) == (2 << 30, "cuda")
+
+
+# ---- a running service -----------------------------------------------------------------------------------------------
+
+
+class Index(KVIndexServicer):
+    def Explain(self, request: pb.ExplainRequest, context: grpc.ServicerContext) -> pb.ExplainReply:
+        return pb.ExplainReply(num_blocks=3, num_requested=8, reason="block 3: evicted", session="idle for 4 s")
+
+
+class Sessions(SessionsServicer):
+    def List(self, request: pb.ListRequest, context: grpc.ServicerContext) -> pb.ListReply:
+        info = pb.SessionInfo(session_id="a-1", activity="tool_wait", tool="bash", num_blocks=7, seconds_in_state=90)
+        return pb.ListReply(sessions=[info] if request.activity in ("", "tool_wait") else [])
+
+    def End(self, request: pb.EndRequest, context: grpc.ServicerContext) -> pb.EndReply:
+        if request.session_id != "a-1":
+            context.abort(grpc.StatusCode.NOT_FOUND, "session b: not open here")
+        return pb.EndReply(num_blocks=7)
+
+    def Export(self, request: pb.ExportRequest, context: grpc.ServicerContext) -> pb.NamedContext:
+        return pb.NamedContext(name=request.name, hashes=bytes(32), keyspace_id=b"k" * 32)
+
+    def Resume(self, request: pb.ResumeRequest, context: grpc.ServicerContext) -> pb.NamedContext:
+        return pb.NamedContext(name=request.name, hashes=bytes(48))
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[str]:
+    """Address of a service that knows one session."""
+    server = grpc.server(ThreadPoolExecutor(2))
+    add_KVIndexServicer_to_server(Index(), server)
+    add_SessionsServicer_to_server(Sessions(), server)
+    address = f"unix:{tmp_path}/s"
+    server.add_insecure_port(address)
+    server.start()
+    yield address
+    server.stop(None).wait()
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (["sessions", "list"], ["a-1", "tool_wait", "1.5 min", "bash", "7"]),
+        (["sessions", "list", "--activity", "idle"], ["no sessions"]),
+        (["sessions", "end", "a-1"], ["ended a-1: 7 blocks"]),
+        (["sessions", "export", "a-1", "base"], ["base: 2 blocks"]),
+        (["sessions", "resume", "base", "a-2"], ["a-2 stands at base: 3 blocks"]),
+        (["explain", "a-1"], ["3 of 8 blocks resident", "block 3: evicted", "idle for 4 s"]),
+    ],
+    ids=lambda v: " ".join(v),
+)
+def test_questions_to_a_service(run: Run, service: str, args: list[str], parts: list[str]) -> None:
+    done = run(*args, "--address", service)
+    assert (done.status, done.err) == (0, "")
+    assert [p for p in parts if p not in done.out] == [], done.out
+
+
+def test_what_the_service_refuses_is_one_line(run: Run, service: str) -> None:
+    done = run("sessions", "end", "b", "--address", service)
+    assert done.status == cli.EXIT_USER
+    assert "session b: not open here" in done.line
+
+
+def test_a_service_that_is_away_is_one_line(run: Run, tmp_path: Path) -> None:
+    done = run("sessions", "list", "--address", f"unix:{tmp_path}/none")
+    assert done.status == cli.EXIT_USER
+    assert "unavailable" in done.line
+
+
+def test_an_unknown_state_names_the_known_ones(run: Run) -> None:
+    assert "tool_wait" in run("sessions", "list", "--activity", "asleep").line
 
 
 # ---- as a process ----------------------------------------------------------------------------------------------------
