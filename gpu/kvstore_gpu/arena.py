@@ -22,7 +22,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,9 @@ PairIn = tuple[HostBuffer, Slot]
 """(source in host memory, target slot)."""
 PairOut = tuple[Slot, HostBuffer]
 """(source slot, target in host memory)."""
+
+
+Slots = Sequence[Slot] | npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,15 @@ class CopyHandle:
         (stream or self._compute()).wait_for(self.event)
 
 
+class _Move(NamedTuple):
+    """One copy that has been checked. Thousands are made per restore, on the way to the first byte."""
+
+    memory: HostBuffer
+    address: int
+    in_pool: int
+    num_bytes: int
+
+
 class Arena:
     """A pool of slots and the copies in and out of it. Make one with `create` or `open_ipc`; `close` it."""
 
@@ -95,6 +107,8 @@ class Arena:
             raise LayoutError(f"pool tensor {tuple(tensor.shape)} at {tensor.data_ptr():#x} doesn't fit {spec}")
         self.spec, self.tensor, self.backend = spec, tensor, backend
         self.kernels: Kernels = best_kernels(tensor.device)
+        self._base: int = tensor.data_ptr()
+        self._stride, self._lengths = spec.stride_bytes, (spec.stride_bytes, spec.slot_bytes)
         self._release: Callable[[], None] | None = release
         self._into, self._out = backend.new_stream(), backend.new_stream()
         self._pinned: list[Pinned] = []
@@ -170,28 +184,42 @@ class Arena:
 
         Raises: LayoutError for a slot or a length that doesn't fit, or a slot named twice.
         """
-        moves = [(source, self._target(slot, source.nbytes)) for source, slot in pairs]
+        moves = [self._move(source, slot) for source, slot in pairs]
         stream = self._begin(self._into, after)
-        direct = [move for move in moves if self._reaches(move[0])]
-        staged = [move for move in moves if not self._reaches(move[0])]
+        direct, staged = self._split(moves)
         if direct:
-            self.backend.copy(stream, _batch([(target, _address(source)) for source, target in direct], direct))
-        for source, target in staged:
-            self._staging().send(stream, source, target)
-        return CopyHandle(stream.record(), self.backend.compute_stream, [m[0] for m in moves])
+            self.backend.copy(stream, _copies(direct, into_pool=True).coalesced())
+        for move in staged:
+            self._staging().send(stream, move.memory, move.in_pool)
+        return CopyHandle(stream.record(), self.backend.compute_stream, [move.memory for move in moves])
 
     def copy_out(self, pairs: Iterable[PairOut], after: Sequence[CopyHandle] = ()) -> CopyHandle:
         """Slots -> host. Buffers are complete when `wait` has returned. Raises: as `copy_in`."""
-        moves = [(target, self._target(slot, target.nbytes)) for slot, target in pairs]
+        moves = [self._move(target, slot) for slot, target in pairs]
         stream = self._begin(self._out, after)
-        direct = [move for move in moves if self._reaches(move[0])]
+        direct, staged = self._split(moves)
         if direct:
-            self.backend.copy(stream, _batch([(_address(target), source) for target, source in direct], direct))
+            self.backend.copy(stream, _copies(direct, into_pool=False).coalesced())
         finishers = list[Callable[[], None]]()
-        for target, source in moves:
-            if not self._reaches(target):
-                finishers += self._staging().fetch(stream, source, target)
-        return CopyHandle(stream.record(), self.backend.compute_stream, [m[0] for m in moves], finishers)
+        for move in staged:
+            finishers += self._staging().fetch(stream, move.in_pool, move.memory)
+        return CopyHandle(stream.record(), self.backend.compute_stream, [move.memory for move in moves], finishers)
+
+    def copy_in_slots(
+        self, dram: HostBuffer, sources: Slots, targets: Slots, after: Sequence[CopyHandle] = ()
+    ) -> CopyHandle:
+        """Slots of one pinned mapping -> slots of this pool, each `stride_bytes` long: the fast way for many.
+
+        `dram` is the whole mapping, `sources` are byte offsets into it. Raises: as `copy_in`, and LayoutError where the
+        mapping isn't pinned although the backend asks for it.
+        """
+        return self._copy_slots(self._into, dram, sources, targets, after)
+
+    def copy_out_slots(
+        self, dram: HostBuffer, sources: Slots, targets: Slots, after: Sequence[CopyHandle] = ()
+    ) -> CopyHandle:
+        """Slots of this pool -> slots of one pinned mapping; see `copy_in_slots`."""
+        return self._copy_slots(self._out, dram, sources, targets, after)
 
     def restore_layers(
         self,
@@ -208,12 +236,12 @@ class Arena:
         it.
         Raises: LayoutError; as `copy_in`.
         """
-        if any(not self._reaches(source) for source, _ in pairs):
+        moves = [self._move(source, slot) for source, slot in pairs]
+        if self._split(moves)[1]:
             raise LayoutError("a layer-wise restore reads pinned host memory only")
         stream = self._begin(self._into, after)
-        whole = [(source, self._target(slot, source.nbytes)) for source, slot in pairs]
-        copies = _pair_copies([(target, _address(source)) for source, target in whole], whole)
-        restore = LayerRestore(self.backend, stream, copies, [source for source, _ in pairs])
+        copies = _copies(moves, into_pool=True)
+        restore = LayerRestore(self.backend, stream, copies, [move.memory for move in moves])
         offsets = np.array([slot for _, slot in pairs], dtype=np.uint64)
         restore.start(self, offsets, expected, layers_per_event)
         return restore
@@ -244,20 +272,41 @@ class Arena:
             stream.wait_for(handle.event)
         return stream
 
-    def _target(self, slot: Slot, num_bytes: int) -> int:
-        index, rest = divmod(slot, self.stride_bytes)
-        if rest or not 0 <= index < self.num_slots:
-            raise LayoutError(f"no slot begins at {slot} in a pool of {self.num_slots} x {self.stride_bytes} bytes")
-        if num_bytes not in (self.slot_bytes, self.stride_bytes):
-            raise LayoutError(f"a host buffer of {num_bytes} bytes for slots of {self.slot_bytes}")
-        base: int = self.tensor.data_ptr()
-        return base + int(slot)
+    def _copy_slots(
+        self, stream: Stream, dram: HostBuffer, sources: Slots, targets: Slots, after: Sequence[CopyHandle]
+    ) -> CopyHandle:
+        into_pool = stream is self._into
+        on_host, in_pool = (sources, targets) if into_pool else (targets, sources)
+        whole = self._move(dram[: self._stride], Slot(0))
+        if self._split([whole._replace(num_bytes=dram.nbytes)])[1]:
+            raise LayoutError("copies of whole slots need a pinned mapping")
+        at_host = _inside(on_host, dram.nbytes, self._stride, SLOT_ALIGN) + whole.address
+        at_pool = _inside(in_pool, self._stride * self.num_slots, self._stride, self._stride) + self._base
+        ends = (at_pool, at_host) if into_pool else (at_host, at_pool)
+        copies = Copies(*ends, np.full(len(at_host), self._stride, dtype=np.int64)).coalesced()
+        self.backend.copy(self._begin(stream, after), copies)
+        return CopyHandle(stream.record(), self.backend.compute_stream, [dram])
 
-    def _reaches(self, memory: HostBuffer) -> bool:
+    def _move(self, memory: HostBuffer, slot: Slot) -> _Move:
+        index, rest = divmod(slot, self._stride)
+        if rest or not 0 <= index < self.spec.num_slots:
+            raise LayoutError(f"no slot begins at {slot} in a pool of {self.num_slots} x {self.stride_bytes} bytes")
+        num_bytes = memory.nbytes
+        if num_bytes not in self._lengths:
+            raise LayoutError(f"a host buffer of {num_bytes} bytes for slots of {self.slot_bytes}")
+        if memory.dtype != np.uint8 or not memory.flags.c_contiguous:
+            raise LayoutError("host buffers are contiguous uint8 arrays")
+        return _Move(memory, memory.__array_interface__["data"][0], self._base + slot, num_bytes)
+
+    def _split(self, moves: list[_Move]) -> tuple[list[_Move], list[_Move]]:
+        """(those that the device reaches by itself, those that need staging)."""
         if not self.backend.needs_pinned:
-            return True
-        address = _address(memory)
-        return any(pinned.covers(address, memory.nbytes) for pinned in self._pinned)
+            return moves, []
+        direct, staged = list[_Move](), list[_Move]()
+        for move in moves:
+            reached = any(pinned.covers(move.address, move.num_bytes) for pinned in self._pinned)
+            (direct if reached else staged).append(move)
+        return direct, staged
 
     def _staging(self) -> StagingRing:
         if self._ring is None:
@@ -265,21 +314,18 @@ class Arena:
         return self._ring
 
 
-def _pair_copies(ends: list[tuple[int, int]], moves: list[tuple[HostBuffer, int]]) -> Copies:
-    table = np.array(ends, dtype=np.int64).reshape(-1, 2)
-    sizes = np.array([memory.nbytes for memory, _ in moves], dtype=np.int64)
-    return Copies(table[:, 0].copy(), table[:, 1].copy(), sizes)
+def _inside(slots: Slots, pool_bytes: int, slot_bytes: int, align: int) -> npt.NDArray[np.int64]:
+    """Raises: LayoutError when a slot isn't one of its pool."""
+    at = np.asarray(slots, dtype=np.int64)
+    if len(at) and (int(at.min()) < 0 or int(at.max()) + slot_bytes > pool_bytes or bool((at % align).any())):
+        raise LayoutError(f"a slot leaves its pool of {pool_bytes} bytes, or begins at no multiple of {align}")
+    return at
 
 
-def _batch(ends: list[tuple[int, int]], moves: list[tuple[HostBuffer, int]]) -> Copies:
-    return _pair_copies(ends, moves).coalesced()
-
-
-def _address(memory: HostBuffer) -> int:
-    if memory.dtype != np.uint8 or not memory.flags.c_contiguous:
-        raise LayoutError("host buffers are contiguous uint8 arrays")
-    address: int = memory.ctypes.data
-    return address
+def _copies(moves: list[_Move], *, into_pool: bool) -> Copies:
+    table = np.array([move[1:] for move in moves], dtype=np.int64).reshape(-1, 3)
+    on_host, in_pool, sizes = table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy()
+    return Copies(in_pool, on_host, sizes) if into_pool else Copies(on_host, in_pool, sizes)
 
 
 def _host_tensor(spec: PoolSpec) -> torch.Tensor:

@@ -6,8 +6,7 @@ blocks. It stays block-first and sliced by layer, so checksums, layer-wise resto
     slice of one layer:  [scales: float32 [kv][head]] [values: 1 byte [kv][token][head][dim]]
 
 K and V are scaled apart because their ranges differ by an order of magnitude in real models. Scales are symmetric
-(no zero point): amax / 127 for INT8, amax / 448 for FP8 (e4m3). Plain tensor operations, so host and device give
-the same bytes.
+(no zero point): amax / 127 for INT8, amax / 448 for FP8 (e4m3). Plain tensor operations: one code for host and device.
 
 Error, for x in one (layer, kv, head) with scale s, before rounding to the engine's dtype:
 

@@ -48,6 +48,8 @@ class Copies:
 
         Raises: LayoutError when targets overlap: the batch would have no defined outcome.
         """
+        if not len(self.targets) == len(self.sources) == len(self.sizes):
+            raise LayoutError(f"{len(self.sources)} sources for {len(self.targets)} targets")
         if len(self.sizes) < 2:
             return self
         order = np.argsort(self.targets, kind="stable")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvstore_gpu.arena import Arena, PoolSpec
 from kvstore_gpu.errors import LayoutError, Unavailable
-from kvstore_gpu.pinned import StagingRing
+from kvstore_gpu.pinned import PinnedBuffer, StagingRing
 from kvstore_gpu.streams import Copies, HostBuffer, move_on_host
 from kvstore_gpu.testing import FakeBackend
 
@@ -216,3 +216,32 @@ def test_layerwise_restore_from_pageable_memory_is_refused() -> None:
     arena = Arena.create(SPEC, backend=FakeBackend(0, needs_pinned=True))
     with pytest.raises(LayoutError, match="pinned"):
         arena.restore_layers([(buffers(1)[0], arena.slot(0))])
+
+
+def test_slots_of_one_mapping_go_both_ways() -> None:
+    for seed in range(10):
+        backend = FakeBackend(seed, needs_pinned=True)
+        arena = Arena.create(SPEC, backend=backend)
+        dram = buffers(1, seed, 9 * SPEC.stride_bytes)[0]
+        with pytest.raises(LayoutError, match="pinned"):
+            arena.copy_in_slots(dram, [0], [0])  # type: ignore[list-item]
+        arena.use_pinned(PinnedBuffer(dram))
+        before, order = dram.copy().reshape(9, -1), np.random.default_rng(seed).permutation(6)
+        here, there = order * SPEC.stride_bytes, np.arange(2, 8) * SPEC.stride_bytes
+        into = arena.copy_in_slots(dram, there, here)
+        arena.copy_out_slots(dram, here, there[::-1].copy(), after=[into]).wait()
+        assert np.array_equal(arena.tensor.numpy()[order], before[2:8])
+        assert np.array_equal(dram.reshape(9, -1)[2:8], before[2:8][::-1])
+
+
+@pytest.mark.parametrize(("source", "target"), [(-4096, 0), (8 * 12288 + 4096, 0), (5, 0), (0, 4096), (0, 6 * 12288)])
+def test_slots_outside_are_refused(source: int, target: int) -> None:
+    with pytest.raises(LayoutError, match="leaves its pool"):
+        dram = np.zeros(9 * SPEC.stride_bytes, dtype=np.uint8)
+        Arena.create(SPEC).copy_in_slots(dram, [source], [target])  # type: ignore[list-item]
+
+
+def test_uneven_requests_are_refused() -> None:
+    dram = np.zeros(9 * SPEC.stride_bytes, dtype=np.uint8)
+    with pytest.raises(LayoutError, match="2 sources for 1 targets"):
+        Arena.create(SPEC).copy_in_slots(dram, [0, 12288], [0])  # type: ignore[list-item]
