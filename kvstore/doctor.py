@@ -11,6 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
 from kvstore.config import default_data_dir
 from kvstore.errors import KVStoreError
 from kvstore.sizes import disk_bytes, memory_bytes, round_bytes
@@ -29,9 +33,11 @@ class Finding(NamedTuple):
 def run(data_dir: Path | None = None) -> int:
     """Print all findings; always 0, because a machine without a fast path still works."""
     folder = data_dir.expanduser().absolute() if data_dir else default_data_dir()
-    for finding in [*host(folder), *device()]:
-        mark = {True: "ok", False: "--", None: "  "}[finding.good]
-        print(f"{mark}  {finding.what:<14}{finding.text}")
+    table = Table(box=None, show_header=False)
+    for finding in [*host(folder), *device(folder)]:
+        mark = {True: "[green]yes[/]", False: "[red]no[/]", None: ""}[finding.good]
+        table.add_row(mark, escape(finding.what), escape(finding.text))
+    Console().print(table)
     return 0
 
 
@@ -44,15 +50,16 @@ def host(folder: Path) -> Iterator[Finding]:
     yield from _disk(folder)
 
 
-def device() -> Iterator[Finding]:
+def device(folder: Path) -> Iterator[Finding]:
     """What the GPU side says about itself; one line where it isn't installed."""
     try:
         from kvstore_gpu.doctor import report
     except ModuleNotFoundError as error:
         yield Finding("gpu", False, f"{error.name} isn't installed: pip install 'kvstore[gpu]'")
         return
-    for line in str(report()).splitlines():
-        yield Finding("gpu", None, line)
+    for finding in report(folder if folder.is_dir() else None):
+        mend = f"; to mend: {finding.mend}" if finding.mend else ""
+        yield Finding(finding.path, finding.available, finding.why + mend)
 
 
 def _arena() -> Finding:
@@ -63,7 +70,7 @@ def _arena() -> Finding:
     except KVStoreError as error:
         return Finding("arena", False, str(error))
     huge = arena.page_kind != "memfd"
-    text = f"pages of kind {arena.page_kind}" + (f"; {arena.advice}" if arena.advice else "")
+    text = f"{'huge' if huge else '4 KiB'} pages ({arena.page_kind})" + (f"; {arena.advice}" if arena.advice else "")
     arena.close()
     return Finding("arena", huge, text)
 
