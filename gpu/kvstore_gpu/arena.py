@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 
 from kvstore.core.types import SLOT_ALIGN, Slot
-from kvstore_gpu.driver import Driver
+from kvstore_gpu.driver import Driver, I64Array
 from kvstore_gpu.errors import LayoutError, Unavailable
 from kvstore_gpu.kernels import Kernels, best_kernels
 from kvstore_gpu.pinned import Pinned, StagingRing
@@ -42,6 +42,7 @@ PairOut = tuple[Slot, HostBuffer]
 """(source slot, target in host memory)."""
 
 
+DEVICE_PAGE = 2 << 20
 Slots = Sequence[Slot] | npt.NDArray[np.int64]
 
 
@@ -121,7 +122,8 @@ class Arena:
         if device.type == "cpu":
             return cls(spec, _host_tensor(spec), backend or InlineBackend(), lambda: None)
         cuda = _cuda_backend(device, backend)
-        address = cuda.driver.allocate(spec.num_slots * spec.stride_bytes)
+        # Whole 2 MiB pages, so that the driver begins the allocation on one.
+        address = cuda.driver.allocate(-(-spec.num_slots * spec.stride_bytes // DEVICE_PAGE) * DEVICE_PAGE)
         return cls(spec, _wrap(address, spec, device), cuda, lambda: cuda.driver.free(address))
 
     @classmethod
@@ -188,7 +190,7 @@ class Arena:
         stream = self._begin(self._into, after)
         direct, staged = self._split(moves)
         if direct:
-            self.backend.copy(stream, _copies(direct, into_pool=True).coalesced())
+            self.enqueue(stream, _copies(direct, into_pool=True), into_pool=True)
         for move in staged:
             self._staging().send(stream, move.memory, move.in_pool)
         return CopyHandle(stream.record(), self.backend.compute_stream, [move.memory for move in moves])
@@ -199,7 +201,7 @@ class Arena:
         stream = self._begin(self._out, after)
         direct, staged = self._split(moves)
         if direct:
-            self.backend.copy(stream, _copies(direct, into_pool=False).coalesced())
+            self.enqueue(stream, _copies(direct, into_pool=False), into_pool=False)
         finishers = list[Callable[[], None]]()
         for move in staged:
             finishers += self._staging().fetch(stream, move.in_pool, move.memory)
@@ -213,13 +215,19 @@ class Arena:
         `dram` is the whole mapping, `sources` are byte offsets into it. Raises: as `copy_in`, and LayoutError where the
         mapping isn't pinned although the backend asks for it.
         """
-        return self._copy_slots(self._into, dram, sources, targets, after)
+        at_host, at_pool, sizes = self._slot_ends(dram, sources, targets)
+        stream = self._begin(self._into, after)
+        self.enqueue(stream, Copies(at_pool, at_host, sizes), into_pool=True)
+        return CopyHandle(stream.record(), self.backend.compute_stream, [dram])
 
     def copy_out_slots(
         self, dram: HostBuffer, sources: Slots, targets: Slots, after: Sequence[CopyHandle] = ()
     ) -> CopyHandle:
         """Slots of this pool -> slots of one pinned mapping; see `copy_in_slots`."""
-        return self._copy_slots(self._out, dram, sources, targets, after)
+        at_host, at_pool, sizes = self._slot_ends(dram, targets, sources)
+        stream = self._begin(self._out, after)
+        self.enqueue(stream, Copies(at_host, at_pool, sizes), into_pool=False)
+        return CopyHandle(stream.record(), self.backend.compute_stream, [dram])
 
     def restore_layers(
         self,
@@ -245,6 +253,16 @@ class Arena:
         offsets = np.array([slot for _, slot in pairs], dtype=np.uint64)
         restore.start(self, offsets, expected, layers_per_event)
         return restore
+
+    def enqueue(self, stream: Stream, copies: Copies, *, into_pool: bool) -> None:
+        """Join neighbours, cut where a registration of host memory ends, enqueue.
+
+        Raises: LayoutError, before anything moves, when two copies write the same bytes.
+        """
+        joined = copies.coalesced()
+        for pinned in self._pinned:
+            joined = joined.cut(pinned.borders, at_sources=into_pool)
+        self.backend.copy(stream, joined)
 
     def checksums(self, slots: Sequence[Slot]) -> npt.NDArray[np.uint64]:
         """`[slot, slice]` XXH3-64 of what the slots hold now; waits for the result."""
@@ -272,20 +290,14 @@ class Arena:
             stream.wait_for(handle.event)
         return stream
 
-    def _copy_slots(
-        self, stream: Stream, dram: HostBuffer, sources: Slots, targets: Slots, after: Sequence[CopyHandle]
-    ) -> CopyHandle:
-        into_pool = stream is self._into
-        on_host, in_pool = (sources, targets) if into_pool else (targets, sources)
+    def _slot_ends(self, dram: HostBuffer, on_host: Slots, in_pool: Slots) -> tuple[I64Array, I64Array, I64Array]:
+        """Addresses at both ends, and sizes."""
         whole = self._move(dram[: self._stride], Slot(0))
         if self._split([whole._replace(num_bytes=dram.nbytes)])[1]:
             raise LayoutError("copies of whole slots need a pinned mapping")
         at_host = _inside(on_host, dram.nbytes, self._stride, SLOT_ALIGN) + whole.address
         at_pool = _inside(in_pool, self._stride * self.num_slots, self._stride, self._stride) + self._base
-        ends = (at_pool, at_host) if into_pool else (at_host, at_pool)
-        copies = Copies(*ends, np.full(len(at_host), self._stride, dtype=np.int64)).coalesced()
-        self.backend.copy(self._begin(stream, after), copies)
-        return CopyHandle(stream.record(), self.backend.compute_stream, [dram])
+        return at_host, at_pool, np.full(len(at_pool), self._stride, dtype=np.int64)
 
     def _move(self, memory: HostBuffer, slot: Slot) -> _Move:
         index, rest = divmod(slot, self._stride)
@@ -314,7 +326,7 @@ class Arena:
         return self._ring
 
 
-def _inside(slots: Slots, pool_bytes: int, slot_bytes: int, align: int) -> npt.NDArray[np.int64]:
+def _inside(slots: Slots, pool_bytes: int, slot_bytes: int, align: int) -> I64Array:
     """Raises: LayoutError when a slot isn't one of its pool."""
     at = np.asarray(slots, dtype=np.int64)
     if len(at) and (int(at.min()) < 0 or int(at.max()) + slot_bytes > pool_bytes or bool((at % align).any())):
@@ -348,7 +360,9 @@ class _Exposed:
 def _wrap(address: int, spec: PoolSpec, device: torch.device) -> torch.Tensor:
     shape = (spec.num_slots, spec.stride_bytes)
     exposed = _Exposed({"shape": shape, "typestr": "|u1", "data": (address, False), "version": 3, "strides": None})
-    return torch.as_tensor(exposed, device=device)
+    tensor = torch.as_tensor(exposed, device=device)
+    assert tensor.data_ptr() == address, "torch copied the pool instead of taking it over"
+    return tensor
 
 
 def _cuda_backend(device: torch.device, backend: Backend | None) -> CudaBackend:

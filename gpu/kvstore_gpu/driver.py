@@ -9,6 +9,7 @@ slow registration or free never stops the interpreter. Calls need a current cont
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,7 +49,8 @@ class Driver:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._context = ctypes.c_void_p()
-        self._batch = getattr(library, "cuMemcpyBatchAsync_v2", None)
+        wanted = os.environ.get("KVSTORE_GPU_BATCHED_COPIES", "1") != "0"
+        self._batch = getattr(library, "cuMemcpyBatchAsync_v2", None) if wanted else None
 
     @classmethod
     def load(cls, name: str = "libcuda.so.1") -> Driver:

@@ -148,9 +148,11 @@ class _SourceKernels:
         return _Launch(name, planes, MOVE_THREADS, args, tuple(tables))
 
     def _table(self, values: npt.NDArray[np.uint64], device: torch.device) -> torch.Tensor:
-        # A pageable source is staged by the runtime before the call returns, so the array may go afterwards.
         host = torch.from_numpy(np.ascontiguousarray(values).view(np.int64))
-        return host.to(device, non_blocking=True)
+        if device.type == "cpu":
+            return host
+        # From pageable memory the copy would wait for the stream. Torch keeps the pinned block until it is through.
+        return host.pin_memory().to(device, non_blocking=True)
 
     def _launch(self, launch: _Launch) -> None:
         raise NotImplementedError
@@ -170,8 +172,8 @@ class CudaKernels(_SourceKernels):
             raise Unavailable("CUDA kernels", f"cupy is missing: {error}", "pip install cupy-cuda13x") from error
         major, minor = torch.cuda.get_device_capability(device)
         self._device = device
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        with self._cupy.cuda.Device(index):
+        self._index = device.index if device.index is not None else torch.cuda.current_device()
+        with self._cupy.cuda.Device(self._index):
             self._module = self._cupy.RawModule(path=str(build.cubin(f"sm_{major}{minor}")))
         self._functions: dict[str, Any] = {}
 
@@ -184,8 +186,9 @@ class CudaKernels(_SourceKernels):
         stream = torch.cuda.current_stream(self._device)
         for tensor in launch.held:
             tensor.record_stream(stream)
-        external = self._cupy.cuda.ExternalStream(stream.cuda_stream)
-        function((min(launch.grid, GRID_MAX),), (launch.block,), launch.args, stream=external)
+        external = self._cupy.cuda.ExternalStream(stream.cuda_stream, self._index)
+        with self._cupy.cuda.Device(self._index):
+            function((min(launch.grid, GRID_MAX),), (launch.block,), launch.args, stream=external)
 
 
 class HostKernels(_SourceKernels):

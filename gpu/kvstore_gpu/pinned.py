@@ -12,12 +12,13 @@ import resource
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from kvstore_gpu.driver import I64Array
 from kvstore_gpu.errors import DriverError, PinRefused
 from kvstore_gpu.streams import Backend, Copies, Event, HostBuffer, Stream
 
@@ -42,6 +43,9 @@ class Registrar(Protocol):
 class Pinned(Protocol):
     """Host memory that a copy may use asynchronously."""
 
+    borders: I64Array
+    """Sorted addresses at which one registration ends and the next begins; copies are cut there."""
+
     def covers(self, address: int, num_bytes: int) -> bool:
         """Whether a range lies inside."""
 
@@ -51,6 +55,7 @@ class PinnedBuffer:
 
     def __init__(self, memory: HostBuffer) -> None:
         self.memory = memory
+        self.borders: I64Array = np.empty(0, dtype=np.int64)
         self._start = _address(memory)
 
     def covers(self, address: int, num_bytes: int) -> bool:
@@ -66,9 +71,10 @@ class PinnedRegion:
     address: int
     num_bytes: int
     chunks: list[int]
+    borders: I64Array = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     def covers(self, address: int, num_bytes: int) -> bool:
-        """Whether a range lies inside. Chunks are registered apart; the driver accepts copies across their borders."""
+        """Whether a range lies inside."""
         return bool(self.chunks) and self.address <= address and address + num_bytes <= self.address + self.num_bytes
 
     def close(self) -> None:
@@ -86,7 +92,7 @@ def register(
     """
     address = int(memory.ctypes.data)
     starts = list(range(address, address + memory.nbytes, chunk_bytes))
-    region = PinnedRegion(registrar, address, memory.nbytes, [])
+    region = PinnedRegion(registrar, address, memory.nbytes, [], np.array(starts[1:], dtype=np.int64))
     lock, failures = threading.Lock(), list[DriverError]()
 
     def pin(start: int) -> None:

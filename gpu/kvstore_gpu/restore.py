@@ -70,7 +70,7 @@ class LayerRestore:
 
     def _group(self, arena: Arena, offsets: U64Array, first: int, count: int) -> None:
         part = self._copies.shifted(first * arena.slice_bytes, count * arena.slice_bytes)
-        self._backend.copy(self._stream, part.coalesced())
+        arena.enqueue(self._stream, part, into_pool=True)
         if self._sums is not None:
             start = len(offsets) * first * 8
             target = torch.from_numpy(self._sums[start : start + len(offsets) * count * 8].view(np.int64))

@@ -61,6 +61,21 @@ class Copies:
         starts = np.flatnonzero(np.concatenate(([True], apart)))
         return Copies(targets[starts], sources[starts], np.add.reduceat(sizes, starts))
 
+    def cut(self, borders: I64Array, *, at_sources: bool) -> Copies:
+        """The same copies, none of which crosses one of the sorted `borders` at the named end."""
+        parts, left = list[Copies](), self
+        while len(borders) and len(left.sizes):
+            start = left.sources if at_sources else left.targets
+            after = np.append(borders, np.iinfo(np.int64).max)[np.searchsorted(borders, start, side="right")]
+            head = np.minimum(left.sizes, after - start)
+            parts.append(Copies(left.targets, left.sources, head))
+            more = left.sizes > head
+            rest = left.sizes[more] - head[more]
+            left = Copies(left.targets[more] + head[more], left.sources[more] + head[more], rest)
+        parts.append(left)
+        ends = ([getattr(part, end) for part in parts] for end in ("targets", "sources", "sizes"))
+        return Copies(*(np.concatenate(arrays) for arrays in ends))
+
 
 class Event(Protocol):
     """A point in a stream's work."""

@@ -245,3 +245,22 @@ def test_uneven_requests_are_refused() -> None:
     dram = np.zeros(9 * SPEC.stride_bytes, dtype=np.uint8)
     with pytest.raises(LayoutError, match="2 sources for 1 targets"):
         Arena.create(SPEC).copy_in_slots(dram, [0, 12288], [0])  # type: ignore[list-item]
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_cutting_keeps_the_bytes_and_crosses_no_border(data: st.DataObject) -> None:
+    borders = np.array(sorted(data.draw(st.sets(st.integers(1, 63), max_size=6))), dtype=np.int64)
+    starts = sorted(data.draw(st.sets(st.integers(0, 60), max_size=5)))
+    sizes = [data.draw(st.integers(1, end - start)) for start, end in zip(starts, [*starts, 64][1:], strict=True)]
+    sources = np.array(starts, dtype=np.int64)
+    for at_sources in (True, False):
+        ends = (sources + 1000, sources) if at_sources else (sources, sources + 1000)
+        parts = Copies(*ends, np.array(sizes, dtype=np.int64)).cut(borders, at_sources=at_sources)
+        here = parts.sources if at_sources else parts.targets
+        assert all(not np.any((borders > at) & (borders < at + n)) for at, n in zip(here, parts.sizes, strict=True))
+        assert (np.abs(parts.targets - parts.sources) == 1000).all()
+        bytes_moved = sorted(
+            b for at, n in zip(here.tolist(), parts.sizes.tolist(), strict=True) for b in range(at, at + n)
+        )
+        assert bytes_moved == sorted(b for at, n in zip(starts, sizes, strict=True) for b in range(at, at + n))
