@@ -31,7 +31,7 @@ from kvstore.core.keyspace import Keyspace
 from kvstore.core.machine import Machine
 from kvstore.core.record import NO_PARENT, Record
 from kvstore.core.state import Limits, TierConfig
-from kvstore.core.types import BlockHash, Durability, Hashes, KeyspaceId, LeaseId, OpId, SessionId, Slot, Tier
+from kvstore.core.types import BlockHash, Durability, Hashes, HashList, KeyspaceId, LeaseId, OpId, SessionId, Slot, Tier
 from kvstore.errors import (
     ChecksumMismatch,
     InvalidField,
@@ -76,6 +76,8 @@ class Runtime:
         self._dirty_sessions: set[SessionId] = set()
         self._dead_since: float | None = None
         self._closing = threading.Event()
+        self.more_gauges: Callable[[], Iterable[tuple[str, str, Rows]]] = tuple
+        """What the server adds to the node's gauges."""
         self.data = self._open_data(config)
         try:
             self.arena = Arena.create(config.dram_bytes, _HUGE[config.huge_pages])
@@ -330,6 +332,30 @@ class Runtime:
         self.journal.session(answer.session.id, detail, keyspace)
         return answer
 
+    def export_context(self, session: SessionId, name: str) -> tuple[KeyspaceId, bytes]:
+        """Give a session's context a name that survives restarts. It isn't pinned: its blocks are evicted like any.
+
+        Returns keyspace and packed hashes of the resident path. Raises Unavailable without an NVMe tier.
+        """
+        if self.data is None:
+            raise Unavailable("name: contexts are kept on NVMe, and nvme_bytes is 0; give the service an NVMe tier")
+        with self._lock:
+            record = self.machine.session(session)
+            space = self.machine.space_at(record.space).id
+            path = b"".join(b.hash for b in self.machine.session_path(session))
+        self.data.index.put_contexts({name: {"keyspace": space.hex(), "hashes": path.hex()}})
+        return space, path
+
+    def resume_context(self, name: str, session: SessionId) -> tuple[KeyspaceId, bytes]:
+        """Open `session` at a named context. What of it is still resident, `match` tells."""
+        row = self.data.index.contexts().get(name) if self.data is not None else None
+        if row is None:
+            raise InvalidField("name", f"no context is called {name!r}", "export one under that name first")
+        space, path = KeyspaceId(bytes.fromhex(row["keyspace"])), bytes.fromhex(row["hashes"])
+        self.session_event(events.OpenSession(session, space))
+        self.session_event(events.Supersede(session, HashList(path)))
+        return space, path
+
     def read(self, query: Callable[[Machine], _T]) -> _T:
         """Run a query on the machine; it must not change anything."""
         with self._lock:
@@ -519,6 +545,7 @@ class Runtime:
             yield "leases", "Live leases", [({}, self.machine.num_leases)]
             yield "operations", "Running operations", [({}, self.machine.num_ops)]
             yield "healthy", "1 when serving", [({}, float(self._dead_since is None))]
+        yield from self.more_gauges()
 
     # ---- start and end
 

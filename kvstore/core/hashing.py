@@ -89,6 +89,10 @@ class TokenChain:
         """Hash of block `index`."""
         return BlockHash(bytes(self._hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]))
 
+    def digest_at(self, index: int) -> bytes:
+        """Token digest of block `index`."""
+        return bytes(self._digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES])
+
     def extend(self, token_ids: Tokens) -> int:
         """Append tokens; returns the number of blocks that became full. Raises InvalidField on ids outside u32."""
         new = check_tokens(token_ids)

@@ -77,6 +77,10 @@ class Machine:
         """Raises UnknownKeyspace."""
         return self._s.space(keyspace)
 
+    def spaces(self) -> list[Space]:
+        """All keyspaces."""
+        return list(self._s.space_list)
+
     def space_of(self, block: Block) -> Space:
         """The keyspace a block belongs to."""
         return self._s.space_list[block.space]

@@ -133,18 +133,20 @@ class Slab:
         with self._lock:
             return sum(os.fstat(file.fd).st_blocks * 512 for file in self._files.values())
 
-    def export_fds(self) -> dict[int, int]:
-        """Segment index -> a new read-only descriptor, with O_DIRECT where it works. The caller closes them."""
+    def export_fd(self, index: int) -> int | None:
+        """A new read-only descriptor of one segment, with O_DIRECT where it works; None when it isn't on disk.
+
+        The caller closes it.
+        """
         with self._lock:
-            names = {index: file.name for index, file in self._files.items()}
+            file = self._files.get(index)
+        if file is None:
+            return None
         flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0)
-        fds: dict[int, int] = {}
-        for index, name in names.items():
-            try:
-                fds[index] = os.open(self.folder / name, flags)
-            except FileNotFoundError:
-                continue  # dropped since
-        return fds
+        try:
+            return os.open(self.folder / file.name, flags)
+        except FileNotFoundError:
+            return None  # dropped since
 
     def close(self) -> None:
         """Close all segments."""

@@ -108,7 +108,9 @@ class Driver:
             self.step(events.EndSession(sid))
         elif kind in (5, 6):
             session = sid if rng.random() < 0.7 else None
-            for c in self.step(events.Acquire(KS[space], path, f"c{number}", rng.randrange(10, 3000), session, rng.random() < 0.3)):
+            for c in self.step(
+                events.Acquire(KS[space], path, f"c{number}", rng.randrange(10, 3000), session, rng.random() < 0.3)
+            ):
                 if isinstance(c, commands.Acquired) and c.lease:
                     self.leases.append((c.lease, c.num_blocks))
         elif kind in (7, 8, 9):
@@ -118,7 +120,17 @@ class Driver:
             tier = self.tiers[0] if rng.random() < 0.9 else rng.choice(self.tiers)
             before = self.errors
             self.step(
-                events.Reserve(request, KS[space], path, first, f"c{number}", tier, rng.randrange(10, 3000), rng.choice([0, 500]), sid)
+                events.Reserve(
+                    request,
+                    KS[space],
+                    path,
+                    first,
+                    f"c{number}",
+                    tier,
+                    rng.randrange(10, 3000),
+                    rng.choice([0, 500]),
+                    sid,
+                )
             )
             if self.errors > before:
                 del self.requests[request]

@@ -257,20 +257,18 @@ class RestoreReply(_message.Message):
     def __init__(self, op_id: _Optional[int] = ..., first: _Optional[int] = ..., tiers: _Optional[bytes] = ..., slots: _Optional[bytes] = ..., records: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class RestoreDoneRequest(_message.Message):
-    __slots__ = ("op_id", "boot_epoch", "corrupt", "num_ok", "elapsed_us_dram", "elapsed_us_nvme")
+    __slots__ = ("op_id", "boot_epoch", "corrupt", "bytes_dram", "bytes_nvme")
     OP_ID_FIELD_NUMBER: _ClassVar[int]
     BOOT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     CORRUPT_FIELD_NUMBER: _ClassVar[int]
-    NUM_OK_FIELD_NUMBER: _ClassVar[int]
-    ELAPSED_US_DRAM_FIELD_NUMBER: _ClassVar[int]
-    ELAPSED_US_NVME_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DRAM_FIELD_NUMBER: _ClassVar[int]
+    BYTES_NVME_FIELD_NUMBER: _ClassVar[int]
     op_id: int
     boot_epoch: int
     corrupt: _containers.RepeatedScalarFieldContainer[int]
-    num_ok: int
-    elapsed_us_dram: int
-    elapsed_us_nvme: int
-    def __init__(self, op_id: _Optional[int] = ..., boot_epoch: _Optional[int] = ..., corrupt: _Optional[_Iterable[int]] = ..., num_ok: _Optional[int] = ..., elapsed_us_dram: _Optional[int] = ..., elapsed_us_nvme: _Optional[int] = ...) -> None: ...
+    bytes_dram: int
+    bytes_nvme: int
+    def __init__(self, op_id: _Optional[int] = ..., boot_epoch: _Optional[int] = ..., corrupt: _Optional[_Iterable[int]] = ..., bytes_dram: _Optional[int] = ..., bytes_nvme: _Optional[int] = ...) -> None: ...
 
 class RestoreDoneReply(_message.Message):
     __slots__ = ()
