@@ -1,5 +1,5 @@
 # demo · test · check · bench: everything they need is set up here, in .venv, on a machine that has Python 3.11+, a C compiler
-# and make. Set-up runs once; it runs again when pyproject.toml changes.
+# and make. Set-up runs once; it runs again when pyproject.toml or this file changes.
 #
 #   make demo                   eight agents, a node service and a real model, on this machine
 #   make test                   all tests            make test ARGS="tests/unit -x"
@@ -62,7 +62,7 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "this Python has no venv module: install it (Debian: apt-get install python3-venv)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(RUN_READY): pyproject.toml | $(BIN)/python
+$(RUN_READY): pyproject.toml Makefile | $(BIN)/python
 	@echo "setting up $(VENV); the first time takes a few minutes"
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip
 	$(PIP) "$(TORCH)"
