@@ -2,7 +2,7 @@
 
 What is verified, and when (XXH3-64 of each layer slice):
 
-    memory -> memory   the target, slice by slice, right after it was copied and while it is in the processor's cache
+    memory -> memory   the target: hashed in the pass that stores it, from the registers that it is stored from
     file   -> memory   the target, after the read landed; other threads have their reads in flight meanwhile
     memory -> file     the source, before the write: bytes that are wrong already must not become durable
 
@@ -13,7 +13,9 @@ O_DIRECT wants addresses and lengths in units of 4 KiB. Aligned memory is used i
 memory that isn't aligned, go through a bounce buffer of the thread. Space behind a payload, up to the unit, is
 written as zeros.
 
-The interpreter lock is released inside memmove, preadv, pwritev and XXH3, which is where the time goes.
+Copying and hashing is done by a small compiled helper (native.py), one call for a whole run, the interpreter lock
+released; in its absence by memmove and the xxhash package, step by step, the hash following while the step is in the
+processor's cache.
 """
 
 from __future__ import annotations
@@ -31,11 +33,12 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore.errors import ChecksumMismatch, InvalidField, KVStoreError, TierFull, TransferError
+from kvstore.tiers import native
 from kvstore.tiers.files import DIRECT_ALIGN, OpenFile
 
 Bytes = npt.NDArray[np.uint8]
-_STEP_BYTES = 64 << 10
-"""Bytes copied before they are hashed: small enough to be in the cache still, large enough to hide a call's cost."""
+_STEP_BYTES = 512 << 10
+"""Bytes copied before they are hashed, without the helper: they should be in the cache still."""
 
 _Call = Callable[[Sequence[memoryview], int], int]
 """`OpenFile.read` or `OpenFile.write`."""
@@ -112,7 +115,7 @@ class Pool:
 class Job:
     """One copy, checked, its memory side resolved. `memory`: its bytes; for memory to memory, those of the target."""
 
-    __slots__ = ("address", "copy", "index", "memory", "result", "source_address")
+    __slots__ = ("address", "copy", "index", "memory", "result", "source_address", "wants_sums")
 
     def __init__(self, index: int, copy: Copy, memory: memoryview, address: int, source_address: int) -> None:
         self.index = index
@@ -120,7 +123,13 @@ class Job:
         self.memory = memory
         self.address = address
         self.source_address = source_address
+        self.wants_sums = copy.checksums is not None or copy.want_checksums
         self.result: CopyResult | None = None
+
+    @property
+    def span(self) -> native.Span:
+        """As the compiled helper wants it."""
+        return self.address, self.source_address, self.copy.num_bytes, self.copy.slice_bytes
 
 
 def fail(job: Job, error: KVStoreError) -> None:
@@ -133,7 +142,41 @@ def fail(job: Job, error: KVStoreError) -> None:
 
 def checksums_of(memory: memoryview, slice_bytes: int) -> bytes:
     """XXH3-64 of each slice of `memory`, 8 bytes LE each."""
-    return array("Q", [_digest(memory[at : at + slice_bytes]) for at in range(0, len(memory), slice_bytes)]).tobytes()
+    whole = np.frombuffer(memory, dtype=np.uint8)
+    span = (int(whole.__array_interface__["data"][0]), 0, len(whole), slice_bytes)
+    helper = native.load()
+    if helper is not None and slice_bytes >= native.SLICE_BYTES_MIN and len(whole) % slice_bytes == 0:
+        return helper.hash([span])
+    return _python_sums(memory, slice_bytes)
+
+
+def _python_sums(memory: memoryview, size: int) -> bytes:
+    return array("Q", [_digest(memory[at : at + size]) for at in range(0, len(memory), size)]).tobytes()
+
+
+def _sums(jobs: Sequence[Job]) -> list[bytes | None]:
+    """Checksums of each job's memory, where they are wanted; one call for all of them if it can be had."""
+    wanted = [job for job in jobs if job.wants_sums]
+    helper = _helper_for(wanted)
+    if helper is None:
+        return [_python_sums(job.memory, job.copy.slice_bytes) if job.wants_sums else None for job in jobs]
+    found = iter(_split(wanted, helper.hash([job.span for job in wanted])))
+    return [next(found) if job.wants_sums else None for job in jobs]
+
+
+def _helper_for(jobs: Sequence[Job]) -> native.Native | None:
+    if all(job.copy.slice_bytes >= native.SLICE_BYTES_MIN for job in jobs):
+        return native.load()
+    return None
+
+
+def _split(jobs: Sequence[Job], sums: bytes) -> list[bytes]:
+    parts, at = [], 0
+    for job in jobs:
+        length = job.copy.num_bytes // job.copy.slice_bytes * 8
+        parts.append(sums[at : at + length])
+        at += length
+    return parts
 
 
 def mismatch(found: bytes, expected: bytes, what: str) -> ChecksumMismatch:
@@ -153,47 +196,34 @@ def _settle(job: Job, found: bytes | None, what: str) -> bool:
     return True
 
 
-def _wants(copy: Copy) -> bool:
-    return copy.checksums is not None or copy.want_checksums
-
-
 # ---- memory to memory ----------------------------------------------------------------------------------------------
 
 
-def copy_memory(job: Job) -> None:
-    """Copy, hashing each step of the target while it is in the cache."""
-    copy = job.copy
-    if not _wants(copy):
-        _memmove(job.address, job.source_address, copy.num_bytes)
-        job.result = CopyResult(None)
+def copy_run(jobs: Sequence[Job]) -> None:
+    """Carry out copies in memory."""
+    helper = _helper_for(jobs)
+    if helper is not None:
+        for job, found in zip(jobs, _split(jobs, helper.copy([job.span for job in jobs])), strict=True):
+            _settle(job, found if job.wants_sums else None, "copy in memory")
         return
-    size = copy.slice_bytes
-    sums = _copy_large(job) if size > 4 * _STEP_BYTES else _copy_small(job, size * max(1, _STEP_BYTES // size))
-    _settle(job, array("Q", sums).tobytes(), "copy in memory")
+    for job in jobs:
+        _settle(job, _python_copy(job), "copy in memory")
 
 
-def _copy_small(job: Job, step: int) -> list[int]:
+def _python_copy(job: Job) -> bytes | None:
+    """Copy, hashing each step of the target while it is in the cache."""
     target, source, memory = job.address, job.source_address, job.memory
     size, total = job.copy.slice_bytes, job.copy.num_bytes
+    if not job.wants_sums:
+        _memmove(target, source, total)
+        return None
+    step = size * max(1, _STEP_BYTES // size)
     sums: list[int] = []
     for start in range(0, total, step):
         end = min(start + step, total)
         _memmove(target + start, source + start, end - start)
         sums += [_digest(memory[at : at + size]) for at in range(start, end, size)]
-    return sums
-
-
-def _copy_large(job: Job) -> list[int]:
-    target, source, memory = job.address, job.source_address, job.memory
-    sums: list[int] = []
-    for first in range(0, job.copy.num_bytes, job.copy.slice_bytes):
-        stream = xxhash.xxh3_64()
-        for start in range(first, first + job.copy.slice_bytes, 4 * _STEP_BYTES):
-            end = min(start + 4 * _STEP_BYTES, first + job.copy.slice_bytes)
-            _memmove(target + start, source + start, end - start)
-            stream.update(memory[start:end])
-        sums.append(stream.intdigest())
-    return sums
+    return array("Q", sums).tobytes()
 
 
 # ---- bounce buffers ------------------------------------------------------------------------------------------------
@@ -267,20 +297,20 @@ def read_run(jobs: Sequence[Job]) -> None:
     assert isinstance(place, File)
     spans = _spans(jobs, place.file.align)
     landed = _first_try(place.file.read, spans, place.offset)
-    offset, end = place.offset, 0
+    offset, end, good = place.offset, 0, []
     for span in spans:
         end += span.num_bytes
         if end <= landed or _again(place.file, span, offset, place.file.read, "read"):
-            _land(span)
+            _unstage(span)
+            good.append(span.job)
         offset += span.num_bytes
+    for job, found in zip(good, _sums(good), strict=True):
+        _settle(job, found, "read from disk")
 
 
-def _land(span: _Span) -> None:
-    job = span.job
+def _unstage(span: _Span) -> None:
     if span.bounce is not None:
-        job.memory[span.at :] = span.bounce[: job.copy.num_bytes - span.at]
-    found = checksums_of(job.memory, job.copy.slice_bytes) if _wants(job.copy) else None
-    _settle(job, found, "read from disk")
+        span.job.memory[span.at :] = span.bounce[: span.job.copy.num_bytes - span.at]
 
 
 # ---- memory to file ------------------------------------------------------------------------------------------------
@@ -305,8 +335,7 @@ def write_run(jobs: Sequence[Job]) -> None:
 
 def _good_runs(jobs: Sequence[Job]) -> Iterator[list[Job]]:
     run: list[Job] = []
-    for job in jobs:
-        found = checksums_of(job.memory, job.copy.slice_bytes) if _wants(job.copy) else None
+    for job, found in zip(jobs, _sums(jobs), strict=True):
         if _settle(job, found, "in memory, before writing"):
             run.append(job)
         elif run:

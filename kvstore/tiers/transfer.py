@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 from kvstore.errors import InvalidField, KVStoreError, TierFull, TransferError, Unavailable
+from kvstore.tiers import native
 from kvstore.tiers.moves import (
     Copy,
     CopyResult,
@@ -31,7 +32,7 @@ from kvstore.tiers.moves import (
     Memory,
     Pool,
     checksums_of,
-    copy_memory,
+    copy_run,
     fail,
     read_run,
     write_run,
@@ -144,11 +145,6 @@ class _Unit:
         self.transfer.unit_done(self.jobs)
 
 
-def _copy_run(jobs: Sequence[Job]) -> None:
-    for job in jobs:
-        copy_memory(job)
-
-
 class _Lane:
     """Threads behind one two-level queue. Threads start with the first work."""
 
@@ -254,6 +250,7 @@ class TransferEngine:
         num_copy_threads: int = 0,
         unit_bytes: int = 2 << 20,
     ) -> None:
+        native.load()
         self.unit_bytes = unit_bytes
         self._files = _Lane("file I/O", num_threads, max_queued_bytes)
         self._memory = _Lane("memory copies", num_copy_threads or min(2, os.cpu_count() or 1), max_queued_bytes)
@@ -289,7 +286,7 @@ class TransferEngine:
     def _route(self, copies: Sequence[Copy]) -> tuple[_Lane, Callable[[Sequence[Job]], None]]:
         kinds = {(type(c.source), type(c.target)) for c in copies}
         if kinds == {(Memory, Memory)}:
-            return self._memory, _copy_run
+            return self._memory, copy_run
         if kinds == {(File, Memory)}:
             return self._files, read_run
         if kinds == {(Memory, File)}:

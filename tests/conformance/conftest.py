@@ -18,6 +18,7 @@ from kvstore.core.record import Record
 from kvstore.core.types import SLOT_ALIGN, Slot
 from kvstore.testing import oracle
 from kvstore.testing.faults import FaultPlan
+from kvstore.tiers import native
 from kvstore.tiers.arena import Arena
 from kvstore.tiers.moves import Place
 from kvstore.tiers.slab import Slab
@@ -130,8 +131,17 @@ def _home() -> Bytes:
     return raw[start : start + NUM_SLOTS * MAX_SLOT_BYTES]
 
 
+@pytest.fixture(params=["compiled", "python"], autouse=True)
+def helper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything runs with the compiled helper and without it."""
+    if request.param == "python":
+        monkeypatch.setattr(native, "load", lambda: None)
+    elif native.load() is None:
+        pytest.skip("no C compiler: the helper can't be built")
+
+
 @pytest.fixture(params=list(MAKERS))
-def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+def bench(request: pytest.FixtureRequest, tmp_path: Path, helper: None) -> Iterator[Bench]:
     made: Bench = MAKERS[request.param](tmp_path)
     yield made
     made.engine.close()
@@ -140,7 +150,7 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
 
 
 @pytest.fixture(params=["slab", "slab-buffered"])
-def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+def disk(request: pytest.FixtureRequest, tmp_path: Path, helper: None) -> Iterator[Bench]:
     made: Bench = MAKERS[request.param](tmp_path)
     yield made
     assert made.plan is not None

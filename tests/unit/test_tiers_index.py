@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,6 +58,16 @@ def test_map_grows_without_losing_a_write(tmp_path: Path) -> None:
     again.close()
 
 
+@pytest.fixture
+def quick_switches() -> Iterator[None]:
+    """As the service sets it: a thread that comes back from LMDB may wait this long for the interpreter lock."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("quick_switches")
 def test_map_grows_while_others_read(tmp_path: Path) -> None:
     index = BlockIndex.open(tmp_path, map_bytes=64 << 10)
     index.commit(entries(50))
