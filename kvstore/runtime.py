@@ -559,20 +559,27 @@ class Runtime:
             self._keyspaces[keyspace_id] = keyspace
             self._step(events.RegisterKeyspace(keyspace_id, keyspace.slot_bytes))
         entries = sorted(data.recover(progress), key=lambda e: e.record.depth)
-        lost = [block_key(e.record.keyspace, e.record.hash) for e in entries if not self._recover_one(e)]
+        for start in range(0, len(entries), RECOVER_BATCH):
+            self._recover_batch(entries[start : start + RECOVER_BATCH])
+        lost = [block_key(e.record.keyspace, e.record.hash) for e in entries if not self._is_back(e)]
         for start in range(0, len(lost), RECOVER_BATCH):
             data.index.commit(deletes=lost[start : start + RECOVER_BATCH])
         self._recover_sessions(data)
         log.info("recovered %d blocks, dropped %d", len(entries) - len(lost), len(lost) + data.num_dropped)
 
-    def _recover_one(self, entry: Entry) -> bool:
-        r = entry.record
-        known = self._keyspaces.get(r.keyspace)
-        if known is None or known.slot_bytes != entry.size_class:
-            return False
-        parent = r.parent if r.depth else None
-        self._step(events.Recovered(r.keyspace, r.hash, parent, entry.slot))
-        return r.hash in self.machine.space(r.keyspace).blocks
+    def _recover_batch(self, entries: Sequence[Entry]) -> None:
+        batches: dict[KeyspaceId, list[tuple[BlockHash, BlockHash | None, Slot]]] = {}
+        for entry in entries:
+            r = entry.record
+            known = self._keyspaces.get(r.keyspace)
+            if known is not None and known.slot_bytes == entry.size_class:
+                batches.setdefault(r.keyspace, []).append((r.hash, r.parent if r.depth else None, entry.slot))
+        for keyspace, blocks in batches.items():
+            self._step(events.Recovered(keyspace, tuple(blocks)))
+
+    def _is_back(self, entry: Entry) -> bool:
+        known = self._keyspaces.get(entry.record.keyspace)
+        return known is not None and entry.record.hash in self.machine.space(known.id).blocks
 
     def _recover_sessions(self, data: DataDir) -> None:
         for session_id, row in data.index.sessions().items():

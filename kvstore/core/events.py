@@ -242,12 +242,13 @@ class TierAlive:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """One block found in the durable index at start; parents come before children."""
+    """Blocks found in the durable index at start, as (hash, parent or None, slot); parents come before children.
+
+    One whose parent isn't there, or whose slot is taken, is passed over: the caller sees that it isn't resident.
+    """
 
     keyspace: KeyspaceId
-    hash: BlockHash
-    parent: BlockHash | None
-    slot: Slot
+    blocks: tuple[tuple[BlockHash, BlockHash | None, Slot], ...]
     tier: Tier = Tier.NVME
 
 

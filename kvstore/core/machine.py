@@ -155,19 +155,18 @@ def _on_register(s: State, e: events.RegisterKeyspace, now_ns: int) -> None:
 
 
 def _on_recovered(s: State, e: events.Recovered, now_ns: int) -> None:
-    """A block whose parent isn't there, or whose slot is taken, is passed over: the caller sees that it isn't
-    resident."""
     space = s.space(e.keyspace)
     pool = s.pools[e.tier]
-    parent = space.blocks.get(e.parent) if e.parent is not None else None
-    if (e.parent is not None and parent is None) or e.hash in space.blocks:
-        return
-    if not pool.slots.claim(e.slot, space.slot_bytes):
-        return
-    block = link(space, e.hash, parent)
-    block.last_access_ns = now_ns
-    place(s, block, pool, e.slot, 0, now_ns)
-    make_ready(s, block, pool, now_ns)
+    for block_hash, parent_hash, slot in e.blocks:
+        parent = space.blocks.get(parent_hash) if parent_hash is not None else None
+        if (parent_hash is not None and parent is None) or block_hash in space.blocks:
+            continue
+        if not pool.slots.claim(slot, space.slot_bytes):
+            continue
+        block = link(space, block_hash, parent)
+        block.last_access_ns = now_ns
+        place(s, block, pool, slot, 0, now_ns)
+        make_ready(s, block, pool, now_ns)
 
 
 def _on_tick(s: State, e: events.Tick, now_ns: int) -> None:

@@ -204,6 +204,8 @@ class State:
         self.notices = notices
         self.pools: dict[Tier, Pool] = {c.tier: Pool(c) for c in sorted(tiers, key=lambda c: c.tier)}
         ordered = list(self.pools.values())
+        self.by_tier = [self.pools.get(t, ordered[0]) for t in Tier]
+        """Pools by tier number, for the hot path; an absent tier's entry is never used."""
         for upper, lower in pairwise(ordered):
             upper.lower, lower.upper = lower, upper
         self.spaces: dict[KeyspaceId, Space] = {}
@@ -281,7 +283,10 @@ def path_of(block: Block | None) -> list[Block]:
 
 def readable(block: Block) -> bool:
     """Does any tier hold a READY copy?"""
-    return any(r is not None and r.state == READY for r in block.residencies)
+    for residency in block.residencies:  # a plain loop: this is the hottest line of a replay
+        if residency is not None and residency.state is READY:
+            return True
+    return False
 
 
 def note_ghost(s: State, block: Block, now_ns: int) -> None:
@@ -303,10 +308,11 @@ def update_visibility(s: State, block: Block) -> None:
 
 def evictable(pool: Pool, block: Block, residency: Residency) -> bool:
     """May this copy go? Yes when another READY copy keeps the block readable; a last copy only if nothing needs it."""
-    if residency.state != READY or residency.holds or residency.num_kids:
+    if residency.state is not READY or residency.holds or residency.num_kids:
         return False
-    if any(r is not None and r is not residency and r.state == READY for r in block.residencies):
-        return True
+    for other in block.residencies:
+        if other is not None and other is not residency and other.state is READY:
+            return True
     if block.kids or block.leases:
         return False
     return pool.sink is None or abandoned(block)
@@ -322,7 +328,7 @@ def refresh(s: State, block: Block, now_ns: int) -> None:
     for index, residency in enumerate(block.residencies):
         if residency is None:
             continue
-        pool = s.pools[Tier(index)]
+        pool = s.by_tier[index]
         wanted = evictable(pool, block, residency)
         if wanted != residency.candidate:
             residency.candidate = wanted
@@ -333,12 +339,11 @@ def refresh(s: State, block: Block, now_ns: int) -> None:
             else:
                 policy.discard(block, now_ns)
         if pool.lower is not None:
-            _refresh_dirty(s, pool, block, residency)
+            _refresh_dirty(pool, block, residency)
 
 
-def _refresh_dirty(s: State, pool: Pool, block: Block, residency: Residency) -> None:
-    below = any(r is not None for r in block.residencies[pool.tier + 1 :])
-    dirty = residency.state == READY and not below
+def _refresh_dirty(pool: Pool, block: Block, residency: Residency) -> None:
+    dirty = residency.state is READY and all(r is None for r in block.residencies[pool.tier + 1 :])
     if dirty and block not in pool.dirty:
         pool.dirty[block] = None
         pool.dirty_bytes += block.size_class
@@ -359,7 +364,8 @@ def place(s: State, block: Block, pool: Pool, slot: Slot, op: int, now_ns: int) 
     residency = Residency(slot, FILLING, op)
     block.residencies[pool.tier] = residency
     pool.num_filling += 1
-    residency.num_kids = sum(1 for k in block.kids if k.residencies[pool.tier] is not None)
+    if block.kids:
+        residency.num_kids = sum(k.residencies[pool.tier] is not None for k in block.kids)
     parent = block.parent
     if parent is not None:
         above = parent.residencies[pool.tier]
@@ -372,7 +378,7 @@ def place(s: State, block: Block, pool: Pool, slot: Slot, op: int, now_ns: int) 
 def make_ready(s: State, block: Block, pool: Pool, now_ns: int) -> None:
     """FILLING -> READY, and publish."""
     residency = block.residencies[pool.tier]
-    assert residency is not None and residency.state == FILLING
+    assert residency is not None and residency.state is FILLING
     residency.state = READY
     residency.op = 0
     pool.num_filling -= 1
