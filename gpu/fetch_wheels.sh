@@ -11,28 +11,27 @@ set -eu
 tree=$(cd "$(dirname "$0")/.." && pwd)
 folder=${1:-$tree/../kvstore-wheels}
 version=${PYTHON_VERSION:-3.12}
-mkdir -p "$folder"
-folder=$(cd "$folder" && pwd)
 
-case $folder/ in
+case $(realpath -m "$folder")/ in
 "$tree"/*)
 	echo "fetch_wheels: $folder lies inside the tree; wheels are not part of it. Name a folder beside it." >&2
 	exit 1
 	;;
 esac
-
-set -- \
-	'kvikio-cu13==26.10.*' 'libkvikio-cu13==26.10.*' 'rapids-logger==0.3.*' 'nvidia-cufile==1.15.1.6' \
-	xxhash prometheus-client lmdb grpcio grpcio-health-checking grpcio-reflection protobuf \
-	pydantic pydantic-core annotated-types typing-inspection typing-extensions pydantic-settings python-dotenv \
-	pytest pluggy iniconfig hypothesis sortedcontainers
+mkdir -p "$folder"
 
 platforms=
 for tag in manylinux_2_28 manylinux_2_27 manylinux_2_26 manylinux_2_24 manylinux_2_17 manylinux2014; do
 	platforms="$platforms --platform ${tag}_x86_64"
 done
 
-# shellcheck disable=SC2086
-"${PYTHON:-python3}" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
-	--implementation cp --python-version "$version" $platforms --dest "$folder" "$@"
-echo "$(ls "$folder" | wc -l) wheels, $(du -sh "$folder" | cut -f1), in $folder"
+fetch() {
+	# shellcheck disable=SC2086
+	"${PYTHON:-python3}" -m pip download --quiet --disable-pip-version-check --only-binary=:all: \
+		--implementation cp --python-version "$version" $platforms --dest "$folder" "$@"
+}
+
+# These would ask for 2 GB of CUDA tools that such a machine has already.
+fetch --no-deps 'kvikio-cu13==26.10.*' 'libkvikio-cu13==26.10.*' 'rapids-logger==0.3.*' 'nvidia-cufile==1.15.1.6'
+fetch xxhash prometheus-client lmdb grpcio grpcio-health-checking grpcio-reflection pydantic-settings pytest hypothesis
+echo "$(find "$folder" -name '*.whl' | wc -l) wheels, $(du -sh "$folder" | cut -f1), in $folder"

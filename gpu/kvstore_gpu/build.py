@@ -75,6 +75,13 @@ def host_library() -> Path:
         return made.replace(target)
 
 
+def ship(folder: Path = SOURCES / "cubin") -> list[Path]:
+    """Compile for every named architecture into a folder that `cubin` looks into first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {arch: f"kernels-{arch}-{_digest(arch, *_DEVICE_FLAGS)}.cubin" for arch in ARCHITECTURES}
+    return [_store(folder / name, compile_cubin(arch)) for arch, name in names.items()]
+
+
 def _nvrtc() -> Any:
     try:
         module = importlib.import_module("cupy_backends.cuda.libs.nvrtc")
@@ -98,3 +105,8 @@ def _store(path: Path, content: bytes) -> Path:
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(content)
     return Path(file.name).replace(path)
+
+
+if __name__ == "__main__":
+    for made in ship():
+        print(made)

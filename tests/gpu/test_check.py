@@ -10,11 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_gpu import build
 from kvstore_gpu.check import speed, verify
 from kvstore_gpu.check.__main__ import main
 from kvstore_gpu.check.rows import NotHere, Results, Row, compared, plain
 from kvstore_gpu.check.speed import Sizes
+from kvstore_gpu.errors import Unavailable
+from kvstore_gpu.testing import build_stub
 
+HERE = Path(__file__).parent
 KEYS = {"name", "value", "unit", "limit", "ratio", "goal", "ok"}
 
 
@@ -38,12 +42,34 @@ def test_measuring_code_runs_on_a_cpu(tmp_path: Path) -> None:
     rows += speed.restore("cpu", small)
     rows += speed.background("cpu", small)
     rows += speed.storage("cpu", small, tmp_path)[0]
-    rows += verify.order("cpu")
+    rows += verify.order("cpu", small.busy_size)
     assert len(rows) >= 15
     assert all(row.value is not None and row.value >= 0 for row in rows if "slower" not in row.name)
     assert next(row for row in rows if "don't verify" in row.name).ok
     with pytest.raises(NotHere):
         verify.ipc("cpu")
+
+
+def test_device_code_runs_over_a_faked_device(tmp_path: Path) -> None:
+    try:
+        build.compile_cubin("sm_90")
+        stub = build_stub(HERE / "libcuda_memory.c", tmp_path / "libcuda_memory.so")
+    except Unavailable as error:
+        pytest.skip(str(error))
+    target = tmp_path / "out.json"
+    command = [sys.executable, str(HERE / "fake_cuda.py"), str(stub), str(tmp_path), str(target)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row for row in json.loads(target.read_text())}
+    mistakes = [row for name, row in rows.items() if "wrong" in name or "verify" in name]
+    assert len(mistakes) >= 9
+    assert all(row["ok"] for row in mistakes), mistakes
+    # Speeds mean nothing here; and no other process can open this "device".
+    broken = {line for line in done.stdout.splitlines() if line.startswith("BROKEN")}
+    assert all("kernel sources" in line or "another process" in line for line in broken), broken
+    assert rows["H2D, scattered slots against one large copy"]["limit"] > 0
+    assert rows["decode slower while restoring"]["value"] is not None
 
 
 def test_goals_decide_the_exit_status() -> None:

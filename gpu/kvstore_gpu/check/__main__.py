@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
     logging.basicConfig(level=logging.WARNING)
     device = options.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
-    print(doctor.report(), "\n", sep="")
+    print(doctor.report(options.folder), "\n", sep="")
     results = Results(options.seconds)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         run(results, device, Sizes.small() if options.small else Sizes(), Path(folder))
@@ -78,7 +78,7 @@ def _storage(results: Results, device: str, sizes: Sizes, folder: Path) -> list[
 
 
 def _on_device(results: Results, device: str, sizes: Sizes, found: list[Probe]) -> None:
-    results.run("copies against busy compute", lambda: verify.order(device))
+    results.run("copies against busy compute", lambda: verify.order(device, sizes.busy_size))
     results.run("pool opened by another process", lambda: verify.ipc(device))
     results.run("H2D and D2H", lambda: speed.transfers(device, sizes))
     large = next((row.limit for row in results.rows if row.name.startswith("H2D, scattered")), None)

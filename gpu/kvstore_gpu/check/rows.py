@@ -93,7 +93,7 @@ class Results:
 
     def table(self) -> str:
         """For people."""
-        lines = [f"{'':<58}{'value':>12} {'unit':<8}{'limit':>12}{'ratio':>8}{'goal':>8}  ok"]
+        lines = [f"{'':<58}{'value':>12} {'unit':<8}{'limit':>12}{'ratio':>11}{'goal':>8}  ok"]
         lines += [_line(row) for row in self.rows]
         lines += [f"skipped: {name}: {why}" for name, why in self.skipped]
         lines += [f"BROKEN:  {name}: {why}" for name, why in self.broken]
@@ -106,7 +106,7 @@ class NotHere(Exception):
 
 def _line(row: Row) -> str:
     mark = {True: "yes", False: "NO", None: ""}[row.ok]
-    figures = f"{_short(row.limit):>12}{_short(row.ratio):>8}{_short(row.goal):>8}"
+    figures = f"{_short(row.limit):>12}{_short(row.ratio):>11}{_short(row.goal):>8}"
     return f"{row.name:<58}{_short(row.value):>12} {row.unit:<8}{figures}  {mark}"
 
 

@@ -38,6 +38,7 @@ class Sizes:
     context_tokens: int = 32_768
     decode_matrix: int = 8192
     decode_steps: int = 200
+    busy_size: int = 2048
     rounds: int = 5
     repeats: int = 10
 
@@ -45,7 +46,7 @@ class Sizes:
     def small(cls) -> Sizes:
         """Everything, in a second, on a CPU."""
         spec = PoolSpec(8, 4, 1 << 13)
-        return cls(spec, 2, 64, spec, 128, 128, 5, 1, 1)
+        return cls(spec, 2, 64, spec, 128, 128, 5, 32, 1, 1)
 
 
 def best(backend: Backend, work: Callable[[], object], rounds: int, repeats: int = 1) -> float:

@@ -185,14 +185,14 @@ def _slice_sum(block: np.ndarray, index: int) -> int:
     return xxhash.xxh3_64_intdigest(block[index * SPEC.slice_bytes : (index + 1) * SPEC.slice_bytes].tobytes())
 
 
-def order(device: str) -> list[Row]:
+def order(device: str, busy_size: int = 2048) -> list[Row]:
     """Copies against a busy compute stream: what goes out is what was computed before, what is read is what came in."""
     arena = Arena.create(SPEC, device)
     try:
         memory = arena.backend.pinned(2 * SPEC.stride_bytes)
         arena.use_pinned(PinnedBuffer(memory))
         out, new = memory.reshape(2, -1)
-        busy, wrong = torch.ones((2048, 2048) if device != "cpu" else (64, 64), device=device), 0
+        busy, wrong = torch.ones((busy_size, busy_size), device=device), 0
         for value in range(50):
             for _ in range(10):
                 busy = busy @ busy * 1e-4
