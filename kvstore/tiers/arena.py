@@ -38,7 +38,7 @@ Bytes = npt.NDArray[np.uint8]
 class _Backing:
     fd: int
     page_kind: str
-    """"hugetlb", "tmpfs" (huge), "memfd-huge" or "memfd" (4 KiB)."""
+    """hugetlb, tmpfs (huge), or memfd (4 KiB, unless shmem_enabled says otherwise)."""
     advice: str
 
 
@@ -62,7 +62,7 @@ class Arena:
         Raises SetupError when the memory isn't there, or `huge` is "require" and no huge pages can be had.
         """
         if capacity_bytes <= 0:
-            raise SetupError(f"dram.capacity_bytes: {capacity_bytes} is not positive; give the size of the DRAM pool")
+            raise SetupError(f"dram_bytes: {capacity_bytes} is not positive; give the size of the DRAM pool")
         map_bytes = -(-capacity_bytes // HUGE_BYTES) * HUGE_BYTES
         check_memory(map_bytes)
         backing = _choose(map_bytes, huge, tmpfs)
@@ -70,7 +70,7 @@ class Arena:
             arena = cls(backing, capacity_bytes, map_bytes)
         except (OSError, ValueError) as error:
             os.close(backing.fd)
-            raise SetupError(f"dram.capacity_bytes: can't map {map_bytes} bytes ({error}); make it smaller") from None
+            raise SetupError(f"dram_bytes: can't map {map_bytes} bytes ({error}); make it smaller") from None
         arena._prepare(map_bytes, pretouch_threads or os.cpu_count() or 1)
         return arena
 
@@ -112,7 +112,7 @@ def check_memory(wanted_bytes: int) -> None:
     room = max(kib.get("MemAvailable", 0), kib.get("HugePages_Free", 0) * kib.get("Hugepagesize", 0)) * 1024
     if room and wanted_bytes > room:
         raise SetupError(
-            f"dram.capacity_bytes: {wanted_bytes} bytes asked for, {room} are available; make it smaller or free memory"
+            f"dram_bytes: {wanted_bytes} bytes asked for, {room} are available; make it smaller or free memory"
         )
 
 
@@ -130,10 +130,10 @@ def _choose(map_bytes: int, huge: Huge, tmpfs: Path | None) -> _Backing:
     advice = (
         "the DRAM pool has 4 KiB pages, so disk reads run at about half speed; as root set "
         f"`sysctl vm.nr_hugepages={map_bytes // HUGE_BYTES}`, "
-        "or mount a tmpfs with huge=always and give its path as dram.tmpfs"
+        "or start the service with CAP_SYS_ADMIN (it then makes a private tmpfs with huge=always)"
     )
     if huge == "require":
-        raise SetupError(f"dram.huge: no huge pages to be had: {advice}")
+        raise SetupError(f"huge_pages: no huge pages to be had: {advice}")
     return _Backing(_plain(map_bytes), "memfd", advice)
 
 
@@ -167,7 +167,7 @@ def _unnamed_on(folder: Path, map_bytes: int) -> int:
     try:
         return _sized(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), map_bytes)
     except OSError as error:
-        raise SetupError(f"dram.tmpfs: {folder}: {error.strerror}; give a tmpfs mounted with huge=always") from None
+        raise SetupError(f"huge tmpfs: {folder}: {error.strerror}; give a tmpfs mounted with huge=always") from None
 
 
 def _sized(fd: int, map_bytes: int) -> int:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import SetupError
-from kvstore.tiers.files import Faults
+from kvstore.tiers.files import Direct, Faults
 from kvstore.tiers.index_lmdb import DEFAULT_MAP_BYTES, BlockIndex, Entry
 from kvstore.tiers.slab import DEFAULT_SEGMENT_BYTES, Slab, sync_folder
 
@@ -51,6 +51,7 @@ class DataDir:
         segment_bytes: int = DEFAULT_SEGMENT_BYTES,
         reserve_bytes: int = 0,
         map_bytes: int = DEFAULT_MAP_BYTES,
+        direct: Direct = "auto",
         faults: Faults | None = None,
     ) -> DataDir:
         """Lock and open `path`, making it when it isn't there. An existing directory keeps its own segment size.
@@ -60,7 +61,7 @@ class DataDir:
         lock_fd = acquire_lock(path)
         try:
             segment_bytes = check_format(path, segment_bytes)
-            slab = Slab.open(path / "slab", capacity_bytes, segment_bytes, reserve_bytes, faults)
+            slab = Slab.open(path / "slab", capacity_bytes, segment_bytes, reserve_bytes, faults, direct=direct)
             index = BlockIndex.open(path / "index", map_bytes)
         except BaseException:
             os.close(lock_fd)
@@ -120,13 +121,13 @@ def acquire_lock(path: Path) -> int:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise SetupError(f"nvme.dir: {path}: {error.strerror}; give a directory this user can write") from None
+        raise SetupError(f"data_dir: {path}: {error.strerror}; give a directory this user can write") from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
         os.close(fd)
-        raise SetupError(f"nvme.dir: {path} is in use by process {holder}; stop it or give another directory") from None
+        raise SetupError(f"data_dir: {path} is in use by process {holder}; stop it or give another directory") from None
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd
@@ -149,14 +150,14 @@ def read_format(path: Path) -> dict[str, Any] | None:
         version, segment_bytes = int(found["format"]), int(found["segment_bytes"])
     except FileNotFoundError:
         if any(path.glob("slab/*.seg")):
-            raise SetupError(f"nvme.dir: {path} has payloads but no FORMAT file; give another directory") from None
+            raise SetupError(f"data_dir: {path} has payloads but no FORMAT file; give another directory") from None
         return None
     except (ValueError, KeyError, TypeError, OSError):
-        raise SetupError(f"nvme.dir: {file} is damaged; give another directory or delete this one") from None
+        raise SetupError(f"data_dir: {file} is damaged; give another directory or delete this one") from None
     if version != FORMAT_VERSION:
         age = "older" if version < FORMAT_VERSION else "newer"
         raise SetupError(
-            f"nvme.dir: {path} has format {version}, {age} than this release's {FORMAT_VERSION}; "
+            f"data_dir: {path} has format {version}, {age} than this release's {FORMAT_VERSION}; "
             "use the release that wrote it, or another directory"
         )
     return {"format": version, "segment_bytes": segment_bytes}

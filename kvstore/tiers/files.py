@@ -16,7 +16,9 @@ import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
+
+from kvstore.errors import SetupError
 
 DIRECT_ALIGN = 4096
 """Unit of offsets, lengths and addresses for O_DIRECT; at least the logical block size of every disk in use."""
@@ -102,6 +104,19 @@ class OpenFile:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+Direct = Literal["auto", "on", "off"]
+
+
+def choose_direct(folder: Path, wanted: Direct) -> bool:
+    """Whether to open files in `folder` with O_DIRECT. Raises SetupError when it's wanted and doesn't work."""
+    if wanted == "off":
+        return False
+    works = probe_direct(folder)
+    if not works and wanted == "on":
+        raise SetupError(f"direct_io: O_DIRECT doesn't work in {folder}; set it to auto, or use another disk")
+    return works
 
 
 def probe_direct(folder: Path) -> bool:

@@ -97,12 +97,12 @@ class FsckReport:
 def fsck(path: Path, repair: bool = False, progress: Progress | None = None, num_threads: int = 8) -> FsckReport:
     """Check everything in `path`; mend it when `repair`. Raises SetupError: no data directory, or in use."""
     if not path.is_dir() or not (path / "index").is_dir():
-        raise SetupError(f"nvme.dir: {path} is no data directory; give the one of the service's configuration")
+        raise SetupError(f"data_dir: {path} is no data directory; give the one of the service's configuration")
     lock_fd = acquire_lock(path)
     try:
         found = read_format(path)
         if found is None:
-            raise SetupError(f"nvme.dir: {path} has no FORMAT file; give the service's data directory")
+            raise SetupError(f"data_dir: {path} has no FORMAT file; give the service's data directory")
         return _Check(path, int(found["segment_bytes"]), repair, progress or _silent, num_threads).run()
     finally:
         os.close(lock_fd)

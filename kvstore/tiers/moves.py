@@ -1,4 +1,4 @@
-"""How bytes move: one copy, or a run of copies that are adjacent in a file.
+"""What is moved, and how it moves in memory. Files are in file_moves.py.
 
 What is verified, and when (XXH3-64 of each layer slice):
 
@@ -6,14 +6,7 @@ What is verified, and when (XXH3-64 of each layer slice):
     file   -> memory   the target, after the read landed; other threads have their reads in flight meanwhile
     memory -> file     the source, before the write: bytes that are wrong already must not become durable
 
-A run of copies is one preadv or pwritev. When it fails or comes back short, what is missing is done again copy by
-copy, so that one bad place on the disk costs one block and not its neighbours.
-
-O_DIRECT wants addresses and lengths in units of 4 KiB. Aligned memory is used in place; the odd end of a payload, and
-memory that isn't aligned, go through a bounce buffer of the thread. Space behind a payload, up to the unit, is
-written as zeros.
-
-Copying and hashing is done by a small compiled helper (native.py), one call for a whole run, the interpreter lock
+Copying and hashing is done by a small compiled helper (native.py), one call for a whole unit, the interpreter lock
 released; in its absence by memmove and the xxhash package, step by step, the hash following while the step is in the
 processor's cache.
 """
@@ -21,27 +14,21 @@ processor's cache.
 from __future__ import annotations
 
 import ctypes
-import errno
-import mmap
-import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.errors import ChecksumMismatch, InvalidField, KVStoreError, TierFull, TransferError
+from kvstore.errors import ChecksumMismatch, InvalidField, KVStoreError
 from kvstore.tiers import native
-from kvstore.tiers.files import DIRECT_ALIGN, OpenFile
+from kvstore.tiers.files import OpenFile
 
 Bytes = npt.NDArray[np.uint8]
 _STEP_BYTES = 512 << 10
 """Bytes copied before they are hashed, without the helper: they should be in the cache still."""
-
-_Call = Callable[[Sequence[memoryview], int], int]
-"""`OpenFile.read` or `OpenFile.write`."""
 
 _memmove = ctypes.memmove
 _digest = xxhash.xxh3_64_intdigest
@@ -113,9 +100,21 @@ class Pool:
 
 
 class Job:
-    """One copy, checked, its memory side resolved. `memory`: its bytes; for memory to memory, those of the target."""
+    """One copy, checked and resolved. `memory`: the bytes on this side; from memory to memory, those of the target."""
 
-    __slots__ = ("address", "copy", "index", "memory", "result", "source_address", "wants_sums")
+    __slots__ = (
+        "address",
+        "bounce",
+        "copy",
+        "file",
+        "index",
+        "memory",
+        "offset",
+        "result",
+        "source_address",
+        "stored_bytes",
+        "wants_sums",
+    )
 
     def __init__(self, index: int, copy: Copy, memory: memoryview, address: int, source_address: int) -> None:
         self.index = index
@@ -125,6 +124,16 @@ class Job:
         self.source_address = source_address
         self.wants_sums = copy.checksums is not None or copy.want_checksums
         self.result: CopyResult | None = None
+        self.file: OpenFile | None = None
+        self.offset = 0
+        self.stored_bytes = copy.num_bytes
+        """Bytes that a file call moves: rounded up to the file's unit."""
+        self.bounce: memoryview | None = None
+        """Stands in for the end of `memory`, or for all of it, during a file call."""
+        place = copy.source if isinstance(copy.source, File) else copy.target
+        if isinstance(place, File):
+            self.file, self.offset = place.file, place.offset
+            self.stored_bytes = -(-copy.num_bytes // place.file.align) * place.file.align
 
     @property
     def span(self) -> native.Span:
@@ -132,9 +141,57 @@ class Job:
         return self.address, self.source_address, self.copy.num_bytes, self.copy.slice_bytes
 
 
+Obstacle = Callable[[], KVStoreError | None]
+"""Asked before each piece of work: why it must not start, or None."""
+
+
+def resolve(copies: Sequence[Copy]) -> list[Job]:
+    """Check every copy and work out its addresses. Raises InvalidField naming the copy's position."""
+    pools: dict[int, Pool] = {}
+    return [_resolve_one(index, copy, pools) for index, copy in enumerate(copies)]
+
+
+def _resolve_one(index: int, copy: Copy, pools: dict[int, Pool]) -> Job:
+    n = copy.num_bytes
+    if n <= 0 or copy.slice_bytes <= 0 or n % copy.slice_bytes:
+        raise InvalidField(f"copies[{index}]", f"{n} bytes in slices of {copy.slice_bytes}", "give whole slices")
+    if copy.checksums is not None and len(copy.checksums) != n // copy.slice_bytes * 8:
+        raise InvalidField(f"copies[{index}].checksums", f"{len(copy.checksums)} bytes", "give 8 bytes a slice")
+    source = _address(index, copy.source, n, pools, writing=False)
+    target = _address(index, copy.target, n, pools, writing=True)
+    place = copy.target if isinstance(copy.target, Memory) else copy.source
+    if not isinstance(place, Memory):
+        raise InvalidField(f"copies[{index}]", "from file to file", "go through memory")
+    memory = pools[id(place.array)].view[place.offset : place.offset + n]
+    return Job(index, copy, memory, target or source, source)
+
+
+def _address(index: int, place: Place, num_bytes: int, pools: dict[int, Pool], writing: bool) -> int:
+    """Where it begins in memory; 0 for a file."""
+    if isinstance(place, File):
+        if place.offset < 0 or place.offset % place.file.align:
+            raise InvalidField(f"copies[{index}]", f"file offset {place.offset}", "give a multiple of 4,096")
+        return 0
+    pool = pools.get(id(place.array))
+    if pool is None:
+        pool = pools[id(place.array)] = Pool(place.array)
+    if place.offset < 0 or place.offset + num_bytes > pool.size:
+        text = f"{num_bytes} bytes at {place.offset} don't fit into {pool.size}"
+        raise InvalidField(f"copies[{index}]", text, "give a place inside of the array")
+    if writing and not pool.writeable:
+        raise InvalidField(f"copies[{index}]", "target is read-only", "give a writeable array")
+    return pool.address + place.offset
+
+
 def fail(job: Job, error: KVStoreError) -> None:
     """Record the outcome of a copy that didn't work."""
     job.result = CopyResult(error)
+
+
+def fail_all(jobs: Sequence[Job], error: KVStoreError) -> None:
+    """Record one outcome for many copies."""
+    for job in jobs:
+        fail(job, error)
 
 
 # ---- checksums -----------------------------------------------------------------------------------------------------
@@ -154,7 +211,7 @@ def _python_sums(memory: memoryview, size: int) -> bytes:
     return array("Q", [_digest(memory[at : at + size]) for at in range(0, len(memory), size)]).tobytes()
 
 
-def _sums(jobs: Sequence[Job]) -> list[bytes | None]:
+def sums_of(jobs: Sequence[Job]) -> list[bytes | None]:
     """Checksums of each job's memory, where they are wanted; one call for all of them if it can be had."""
     wanted = [job for job in jobs if job.wants_sums]
     helper = _helper_for(wanted)
@@ -185,7 +242,7 @@ def mismatch(found: bytes, expected: bytes, what: str) -> ChecksumMismatch:
     return ChecksumMismatch(f"{what}: bytes of layer slice {first} aren't the ones that were sealed")
 
 
-def _settle(job: Job, found: bytes | None, what: str) -> bool:
+def settle(job: Job, found: bytes | None, what: str) -> bool:
     """Compare and record. Returns whether the copy is good."""
     expected = job.copy.checksums
     if expected is not None and found != expected:
@@ -199,15 +256,19 @@ def _settle(job: Job, found: bytes | None, what: str) -> bool:
 # ---- memory to memory ----------------------------------------------------------------------------------------------
 
 
-def copy_run(jobs: Sequence[Job]) -> None:
+def copy_jobs(jobs: Sequence[Job], obstacle: Obstacle) -> None:
     """Carry out copies in memory."""
+    stop = obstacle()
+    if stop is not None:
+        fail_all(jobs, stop)
+        return
     helper = _helper_for(jobs)
     if helper is not None:
         for job, found in zip(jobs, _split(jobs, helper.copy([job.span for job in jobs])), strict=True):
-            _settle(job, found if job.wants_sums else None, "copy in memory")
+            settle(job, found if job.wants_sums else None, "copy in memory")
         return
     for job in jobs:
-        _settle(job, _python_copy(job), "copy in memory")
+        settle(job, _python_copy(job), "copy in memory")
 
 
 def _python_copy(job: Job) -> bytes | None:
@@ -224,177 +285,3 @@ def _python_copy(job: Job) -> bytes | None:
         _memmove(target + start, source + start, end - start)
         sums += [_digest(memory[at : at + size]) for at in range(start, end, size)]
     return array("Q", sums).tobytes()
-
-
-# ---- bounce buffers ------------------------------------------------------------------------------------------------
-
-
-class _Bounce(threading.local):
-    """Aligned memory of the calling thread, handed out front to back within one operation."""
-
-    def __init__(self) -> None:
-        self._view = memoryview(b"")
-        self._used = 0
-
-    def reset(self, needed: int) -> None:
-        self._used = 0
-        if needed > len(self._view):
-            self._view = memoryview(mmap.mmap(-1, needed))
-
-    def take(self, num_bytes: int) -> memoryview:
-        start = self._used
-        self._used += num_bytes
-        assert self._used <= len(self._view)
-        return self._view[start : self._used]
-
-
-_bounce = _Bounce()
-
-
-def _round_up(num_bytes: int, unit: int) -> int:
-    return -(-num_bytes // unit) * unit
-
-
-@dataclass(slots=True)
-class _Span:
-    """What the file call sees of one job: buffers, and which of them stands in for `memory[at:]`."""
-
-    job: Job
-    buffers: list[memoryview]
-    num_bytes: int
-    bounce: memoryview | None = None
-    at: int = 0
-
-
-def _span(job: Job, align: int) -> _Span:
-    total = job.copy.num_bytes
-    if align == 1 or (job.address % align == 0 and total % align == 0):
-        return _Span(job, [job.memory], total)
-    length = _round_up(total, align)
-    if job.address % align:
-        bounce = _bounce.take(length)
-        return _Span(job, [bounce], length, bounce, 0)
-    whole = total - total % align
-    bounce = _bounce.take(align)
-    return _Span(job, [job.memory[:whole], bounce] if whole else [bounce], length, bounce, whole)
-
-
-def _spans(jobs: Sequence[Job], align: int) -> list[_Span]:
-    _bounce.reset(sum(_round_up(j.copy.num_bytes, DIRECT_ALIGN) for j in jobs if _bounces(j, align)))
-    return [_span(job, align) for job in jobs]
-
-
-def _bounces(job: Job, align: int) -> bool:
-    return align > 1 and bool(job.address % align or job.copy.num_bytes % align)
-
-
-# ---- file to memory ------------------------------------------------------------------------------------------------
-
-
-def read_run(jobs: Sequence[Job]) -> None:
-    """Carry out copies whose places are adjacent in one file, in order."""
-    place = jobs[0].copy.source
-    assert isinstance(place, File)
-    spans = _spans(jobs, place.file.align)
-    landed = _first_try(place.file.read, spans, place.offset)
-    offset, end, good = place.offset, 0, []
-    for span in spans:
-        end += span.num_bytes
-        if end <= landed or _again(place.file, span, offset, place.file.read, "read"):
-            _unstage(span)
-            good.append(span.job)
-        offset += span.num_bytes
-    for job, found in zip(good, _sums(good), strict=True):
-        _settle(job, found, "read from disk")
-
-
-def _unstage(span: _Span) -> None:
-    if span.bounce is not None:
-        span.job.memory[span.at :] = span.bounce[: span.job.copy.num_bytes - span.at]
-
-
-# ---- memory to file ------------------------------------------------------------------------------------------------
-
-
-def write_run(jobs: Sequence[Job]) -> None:
-    """Carry out copies whose places are adjacent in one file, in order. Copies whose source is wrong are left out."""
-    for run in _good_runs(jobs):
-        place = run[0].copy.target
-        assert isinstance(place, File)
-        spans = _spans(run, place.file.align)
-        for span in spans:
-            _stage(span)
-        landed = _first_try(place.file.write, spans, place.offset)
-        offset, end = place.offset, 0
-        for span in spans:
-            end += span.num_bytes
-            if end > landed:
-                _again(place.file, span, offset, place.file.write, "write")
-            offset += span.num_bytes
-
-
-def _good_runs(jobs: Sequence[Job]) -> Iterator[list[Job]]:
-    run: list[Job] = []
-    for job, found in zip(jobs, _sums(jobs), strict=True):
-        if _settle(job, found, "in memory, before writing"):
-            run.append(job)
-        elif run:
-            yield run
-            run = []
-    if run:
-        yield run
-
-
-def _stage(span: _Span) -> None:
-    if span.bounce is not None:
-        rest = span.job.copy.num_bytes - span.at
-        span.bounce[:rest] = span.job.memory[span.at :]
-        span.bounce[rest:] = bytes(len(span.bounce) - rest)
-
-
-# ---- both directions -----------------------------------------------------------------------------------------------
-
-
-def _first_try(call: _Call, spans: list[_Span], offset: int) -> int:
-    """Bytes moved by one call for all spans; 0 when it failed (each is then tried alone, and reports its own error)."""
-    if len(spans) == 1:
-        return 0
-    try:
-        return call([b for span in spans for b in span.buffers], offset)
-    except OSError:
-        return 0
-
-
-def _again(file: OpenFile, span: _Span, offset: int, call: _Call, word: str) -> bool:
-    """Move one span, going on after short counts as long as they make progress. Returns success; records failure."""
-    done = 0
-    try:
-        while done < span.num_bytes:
-            count = call(_rest(span.buffers, done), offset + done)
-            if done + count < span.num_bytes:
-                count -= count % file.align
-            if count <= 0:
-                text = f"{file.name}: short {word} at {offset}: {done} of {span.num_bytes} bytes; the file was cut"
-                fail(span.job, TransferError(text))
-                return False
-            done += count
-    except OSError as error:
-        fail(span.job, _os_error(file, word, offset, error))
-        return False
-    return True
-
-
-def _rest(buffers: list[memoryview], done: int) -> list[memoryview]:
-    rest = []
-    for buffer in buffers:
-        if done < len(buffer):
-            rest.append(buffer[done:])
-        done = max(0, done - len(buffer))
-    return rest
-
-
-def _os_error(file: OpenFile, word: str, offset: int, error: OSError) -> KVStoreError:
-    text = f"{file.name}: {word} at {offset} failed: {error.strerror or error}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return TierFull(f"{text}; free space on the disk or make nvme.capacity_bytes smaller")
-    return TransferError(text)

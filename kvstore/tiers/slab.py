@@ -23,7 +23,7 @@ from pathlib import Path
 
 from kvstore.core.types import SLOT_ALIGN, Slot
 from kvstore.errors import InvalidField, SetupError, TierFull, TransferError
-from kvstore.tiers.files import Faults, OpenFile, probe_direct
+from kvstore.tiers.files import Direct, Faults, OpenFile, choose_direct
 from kvstore.tiers.moves import File
 
 DEFAULT_SEGMENT_BYTES = 256 << 20
@@ -62,25 +62,26 @@ class Slab:
         faults: Faults | None = None,
         *,
         mend: bool = True,
+        direct: Direct = "auto",
     ) -> Slab:
         """Open the segments that are there; make none. Raises SetupError: sizes don't fit, folder not usable.
 
         A segment of wrong length (cut off, or killed while it was made) gets its length back when `mend`: blocks in
-        its good part stay, the others show as checksum mismatches.
+        its good part stay, the others show as checksum mismatches. `direct` "on" refuses a disk that can't do O_DIRECT.
         """
         if segment_bytes <= 0 or segment_bytes % SLOT_ALIGN:
-            raise SetupError(f"nvme.segment_bytes: {segment_bytes} is no multiple of {SLOT_ALIGN}; use e.g. 268435456")
+            raise SetupError(f"segment_bytes: {segment_bytes} is no multiple of {SLOT_ALIGN}; use e.g. 268435456")
         if capacity_bytes < segment_bytes:
             raise SetupError(
-                f"nvme.capacity_bytes: {capacity_bytes} is less than a segment of {segment_bytes}; "
-                "make it larger or nvme.segment_bytes smaller"
+                f"nvme_bytes: {capacity_bytes} is less than a segment of {segment_bytes}; "
+                "make it larger or segment_bytes smaller"
             )
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            slab = cls(folder, capacity_bytes, segment_bytes, reserve_bytes, probe_direct(folder), faults)
+            slab = cls(folder, capacity_bytes, segment_bytes, reserve_bytes, choose_direct(folder, direct), faults)
             slab._open_existing(mend)
         except OSError as error:
-            raise SetupError(f"nvme.dir: {folder}: {error.strerror}; give a directory this user can write") from None
+            raise SetupError(f"data_dir: {folder}: {error.strerror}; give a directory this user can write") from None
         return slab
 
     @property
@@ -188,20 +189,20 @@ class Slab:
                 path.unlink(missing_ok=True)
                 text = f"{path.name}: can't allocate {self.segment_bytes} bytes: {error.strerror}"
                 if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                    raise TierFull(f"{text}; free space on the disk or make nvme.capacity_bytes smaller") from None
+                    raise TierFull(f"{text}; free space on the disk or make nvme_bytes smaller") from None
                 raise TransferError(text) from None
             self._files[index] = file
             return file
 
     def _check_room(self, index: int) -> None:
         if index >= self.num_segments_max or len(self._files) >= self.num_segments_max:
-            raise TierFull(f"nvme: segment {index} is beyond nvme.capacity_bytes ({self.capacity_bytes})")
+            raise TierFull(f"nvme: segment {index} is beyond nvme_bytes ({self.capacity_bytes})")
         stat = os.statvfs(self.folder)
         free = stat.f_bavail * stat.f_frsize
         if free - self.segment_bytes < self.reserve_bytes:
             raise TierFull(
                 f"nvme: {free} bytes free on the disk; a segment of {self.segment_bytes} would cross "
-                f"nvme.reserve_bytes ({self.reserve_bytes})"
+                f"nvme_reserve_bytes ({self.reserve_bytes})"
             )
 
 

@@ -5,7 +5,7 @@ lanes, because what limits them differs: copies in memory want about as many thr
 (two), file I/O wants as many as the disk wants requests in flight (eight). In each lane READ goes before WRITE, and
 writes never take the last thread.
 
-    submit(copies) -> units of about `unit_bytes`, adjacent file places joined -> lane -> thread -> moves.py
+    submit(copies) -> units of about `unit_bytes`, adjacent file places joined -> lane -> thread -> (file_)moves.py
 
 Waiting is bounded: a full queue refuses at once, a deadline or `cancel` drops what hasn't started. A copy that
 already runs can't be called back; its memory stays in use until the transfer is done (`add_done_callback`), whoever
@@ -24,25 +24,25 @@ from enum import IntEnum
 
 from kvstore.errors import InvalidField, KVStoreError, TierFull, TransferError, Unavailable
 from kvstore.tiers import native
+from kvstore.tiers.file_moves import read_jobs, write_jobs
 from kvstore.tiers.moves import (
     Copy,
     CopyResult,
     File,
     Job,
     Memory,
-    Pool,
+    Obstacle,
     checksums_of,
-    copy_run,
-    fail,
-    read_run,
-    write_run,
+    copy_jobs,
+    fail_all,
+    resolve,
 )
 
 __all__ = ["Copy", "CopyResult", "File", "Memory", "Priority", "Transfer", "TransferEngine", "checksums_of"]
 
 log = logging.getLogger(__name__)
-_MAX_RUN = 256
-"""Copies in one preadv; each takes at most two of the kernel's 1,024 vectors."""
+_UNIT_BYTES_MIN = 256 << 10
+Move = Callable[[Sequence[Job], Obstacle], None]
 
 
 class Priority(IntEnum):
@@ -121,9 +121,7 @@ class _Unit:
 
     __slots__ = ("jobs", "move", "num_bytes", "priority", "transfer")
 
-    def __init__(
-        self, transfer: Transfer, jobs: list[Job], move: Callable[[Sequence[Job]], None], priority: Priority
-    ) -> None:
+    def __init__(self, transfer: Transfer, jobs: list[Job], move: Move, priority: Priority) -> None:
         self.transfer = transfer
         self.jobs = jobs
         self.move = move
@@ -132,16 +130,11 @@ class _Unit:
 
     def run(self) -> None:
         """Carry out; never raises, every job has a result afterwards."""
-        obstacle = self.transfer.obstacle()
         try:
-            if obstacle is None:
-                self.move(self.jobs)
+            self.move(self.jobs, self.transfer.obstacle)
         except Exception as error:
             log.exception("transfer failed unexpectedly")
-            obstacle = TransferError(f"unexpected: {error}")
-        if obstacle is not None:
-            for job in self.jobs:
-                fail(job, obstacle)
+            fail_all(self.jobs, TransferError(f"unexpected: {error}"))
         self.transfer.unit_done(self.jobs)
 
 
@@ -283,73 +276,28 @@ class TransferEngine:
         self._files.close(timeout)
         self._memory.close(timeout)
 
-    def _route(self, copies: Sequence[Copy]) -> tuple[_Lane, Callable[[Sequence[Job]], None]]:
+    def _route(self, copies: Sequence[Copy]) -> tuple[_Lane, Move]:
         kinds = {(type(c.source), type(c.target)) for c in copies}
         if kinds == {(Memory, Memory)}:
-            return self._memory, copy_run
+            return self._memory, copy_jobs
         if kinds == {(File, Memory)}:
-            return self._files, read_run
+            return self._files, read_jobs
         if kinds == {(Memory, File)}:
-            return self._files, write_run
-        raise InvalidField(
-            "copies", "mix of kinds", "submit memory, read and write copies apart, none from file to file"
-        )
+            return self._files, write_jobs
+        raise InvalidField("copies", "mix of kinds", "submit memory copies, reads and writes apart")
 
     def _cut(self, jobs: list[Job], lane: _Lane) -> list[list[Job]]:
-        """Units in order. Small batches are cut finer, so that every thread gets a share."""
-        share = sum(j.copy.num_bytes for j in jobs) // lane.num_threads
-        limit = max(256 << 10, min(self.unit_bytes, share))
+        """Units, in order of place for files. Small batches are cut finer, so that every thread gets a share."""
+        if lane is self._files:
+            jobs = sorted(jobs, key=lambda job: (id(job.file), job.offset))
+        share = sum(job.copy.num_bytes for job in jobs) // lane.num_threads
+        limit = max(_UNIT_BYTES_MIN, min(self.unit_bytes, share))
         units: list[list[Job]] = []
-        size, expected = limit, None
+        size = limit
         for job in jobs:
-            place = job.copy.target if isinstance(job.copy.source, Memory) else job.copy.source
-            here = None if isinstance(place, Memory) else (place.file, place.offset)
-            num_bytes = job.copy.num_bytes
-            if here != expected or size + num_bytes > limit or len(units[-1]) >= _MAX_RUN:
+            if size + job.copy.num_bytes > limit:
                 units.append([])
                 size = 0
             units[-1].append(job)
-            size += num_bytes
-            if here is not None:
-                unit = here[0].align
-                expected = (here[0], here[1] + -(-num_bytes // unit) * unit)
+            size += job.copy.num_bytes
         return units
-
-
-def resolve(copies: Sequence[Copy]) -> list[Job]:
-    """Check every copy and work out its addresses. Raises InvalidField naming the copy's position."""
-    pools: dict[int, Pool] = {}
-
-    def pool_of(place: Memory) -> Pool:
-        found = pools.get(id(place.array))
-        if found is None:
-            found = pools[id(place.array)] = Pool(place.array)
-        return found
-
-    return [_resolve_one(index, copy, pool_of) for index, copy in enumerate(copies)]
-
-
-def _resolve_one(index: int, copy: Copy, pool_of: Callable[[Memory], Pool]) -> Job:
-    n = copy.num_bytes
-    if n <= 0 or copy.slice_bytes <= 0 or n % copy.slice_bytes:
-        raise InvalidField(f"copies[{index}]", f"{n} bytes in slices of {copy.slice_bytes}", "give whole slices")
-    if copy.checksums is not None and len(copy.checksums) != n // copy.slice_bytes * 8:
-        raise InvalidField(f"copies[{index}].checksums", f"{len(copy.checksums)} bytes", "give 8 bytes a slice")
-    addresses: list[int] = []
-    memory: memoryview | None = None
-    for place in (copy.source, copy.target):
-        if isinstance(place, Memory):
-            pool = pool_of(place)
-            if place.offset < 0 or place.offset + n > pool.size or (place is copy.target and not pool.writeable):
-                raise InvalidField(
-                    f"copies[{index}]",
-                    f"offset {place.offset} outside of {pool.size} bytes, or read-only",
-                    "fix the place",
-                )
-            addresses.append(pool.address + place.offset)
-            memory = pool.view[place.offset : place.offset + n]
-        elif place.offset < 0 or place.offset % place.file.align:
-            raise InvalidField(f"copies[{index}]", f"file offset {place.offset}", "give a multiple of 4,096")
-    if memory is None:
-        raise InvalidField(f"copies[{index}]", "from file to file", "go through memory")
-    return Job(index, copy, memory, addresses[-1], addresses[0])

@@ -46,7 +46,7 @@ def test_close_with_a_view_outside() -> None:
 
 @pytest.mark.parametrize("size", [0, -5])
 def test_sizes_that_cannot_be(size: int) -> None:
-    with pytest.raises(SetupError, match="capacity_bytes"):
+    with pytest.raises(SetupError, match="dram_bytes"):
         Arena.create(size)
 
 
