@@ -19,6 +19,7 @@ One owner thread calls these methods.
 
 from __future__ import annotations
 
+import logging
 import mmap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,9 +31,9 @@ import torch
 
 from kvstore.core.types import SLOT_ALIGN, Slot
 from kvstore_gpu.driver import Driver, I64Array
-from kvstore_gpu.errors import LayoutError, Unavailable
+from kvstore_gpu.errors import LayoutError, PinRefused, Unavailable
 from kvstore_gpu.kernels import Kernels, best_kernels
-from kvstore_gpu.pinned import Pinned, StagingRing
+from kvstore_gpu.pinned import Pinned, PinnedRegion, StagingRing, register
 from kvstore_gpu.restore import LayerRestore
 from kvstore_gpu.streams import Backend, Copies, CudaBackend, Event, HostBuffer, InlineBackend, Stream
 
@@ -43,6 +44,7 @@ PairOut = tuple[Slot, HostBuffer]
 
 
 DEVICE_PAGE = 2 << 20
+log = logging.getLogger(__name__)
 Slots = Sequence[Slot] | npt.NDArray[np.int64]
 
 
@@ -173,6 +175,22 @@ class Arena:
         """`[num_slots, stride_bytes]` uint8 where the pool is host memory, else None."""
         return self.tensor.numpy() if self.tensor.device.type == "cpu" else None
 
+    def pin(self, memory: HostBuffer) -> PinnedRegion | None:
+        """Register a host mapping for asynchronous copies; the caller closes the region before the mapping goes.
+
+        None where there is nothing to pin for (host pools), and where the system refuses: that is logged with its
+        reason, and copies are staged.
+        """
+        if not isinstance(self.backend, CudaBackend):
+            return None
+        try:
+            region = register(self.backend.driver, memory)
+        except PinRefused as error:
+            log.warning("%s; copies go through a staging ring", error)
+            return None
+        self.use_pinned(region)
+        return region
+
     def use_pinned(self, memory: Pinned) -> None:
         """Host buffers inside `memory` are copied without staging from now on."""
         self._pinned.append(memory)
@@ -210,12 +228,14 @@ class Arena:
     def copy_in_slots(
         self, dram: HostBuffer, sources: Slots, targets: Slots, after: Sequence[CopyHandle] = ()
     ) -> CopyHandle:
-        """Slots of one pinned mapping -> slots of this pool, each `stride_bytes` long: the fast way for many.
+        """Slots of one mapping -> slots of this pool, each `stride_bytes` long: the fast way for many.
 
-        `dram` is the whole mapping, `sources` are byte offsets into it. Raises: as `copy_in`, and LayoutError where the
-        mapping isn't pinned although the backend asks for it.
+        `dram` is the whole mapping, `sources` are byte offsets into it. Where it couldn't be pinned, slots are staged
+        one by one. Raises: as `copy_in`.
         """
         at_host, at_pool, sizes = self._slot_ends(dram, sources, targets)
+        if not self._pinned_whole(dram):
+            return self.copy_in(zip(self._rows(dram, sources), _slots(targets), strict=True), after)
         stream = self._begin(self._into, after)
         self.enqueue(stream, Copies(at_pool, at_host, sizes), into_pool=True)
         return CopyHandle(stream.record(), self.backend.compute_stream, [dram])
@@ -223,8 +243,10 @@ class Arena:
     def copy_out_slots(
         self, dram: HostBuffer, sources: Slots, targets: Slots, after: Sequence[CopyHandle] = ()
     ) -> CopyHandle:
-        """Slots of this pool -> slots of one pinned mapping; see `copy_in_slots`."""
+        """Slots of this pool -> slots of one mapping; see `copy_in_slots`."""
         at_host, at_pool, sizes = self._slot_ends(dram, targets, sources)
+        if not self._pinned_whole(dram):
+            return self.copy_out(zip(_slots(sources), self._rows(dram, targets), strict=True), after)
         stream = self._begin(self._out, after)
         self.enqueue(stream, Copies(at_host, at_pool, sizes), into_pool=False)
         return CopyHandle(stream.record(), self.backend.compute_stream, [dram])
@@ -240,19 +262,23 @@ class Arena:
         it only.
 
         `expected` is `[pair, slice]` XXH3-64: the slices are then summed on the device, after their copy and before
-        their event; `LayerRestore.finish` names the wrong ones. Sources must be pinned where the backend asks for
-        it.
+        their event; `LayerRestore.finish` names the wrong ones. Sources that aren't pinned are staged, which holds the
+        caller up until the last of them is in the ring.
         Raises: LayoutError; as `copy_in`.
         """
         moves = [self._move(source, slot) for source, slot in pairs]
-        if self._split(moves)[1]:
-            raise LayoutError("a layer-wise restore reads pinned host memory only")
         stream = self._begin(self._into, after)
-        copies = _copies(moves, into_pool=True)
-        restore = LayerRestore(self.backend, stream, copies, [move.memory for move in moves])
+        direct, staged = self._split(moves)
+        copies = _copies(direct, into_pool=True)
+        restore = LayerRestore(self.backend, stream, copies, [(move.memory, move.in_pool) for move in staged])
+        restore.hold([move.memory for move in direct])
         offsets = np.array([slot for _, slot in pairs], dtype=np.uint64)
         restore.start(self, offsets, expected, layers_per_event)
         return restore
+
+    def send_staged(self, stream: Stream, source: HostBuffer, target: int) -> None:
+        """Through the staging ring, to an address in the pool."""
+        self._staging().send(stream, source, target)
 
     def enqueue(self, stream: Stream, copies: Copies, *, into_pool: bool) -> None:
         """Join neighbours, cut where a registration of host memory ends, enqueue.
@@ -292,12 +318,16 @@ class Arena:
 
     def _slot_ends(self, dram: HostBuffer, on_host: Slots, in_pool: Slots) -> tuple[I64Array, I64Array, I64Array]:
         """Addresses at both ends, and sizes."""
-        whole = self._move(dram[: self._stride], Slot(0))
-        if self._split([whole._replace(num_bytes=dram.nbytes)])[1]:
-            raise LayoutError("copies of whole slots need a pinned mapping")
-        at_host = _inside(on_host, dram.nbytes, self._stride, SLOT_ALIGN) + whole.address
+        first = self._move(dram[: self._stride], Slot(0))
+        at_host = _inside(on_host, dram.nbytes, self._stride, SLOT_ALIGN) + first.address
         at_pool = _inside(in_pool, self._stride * self.num_slots, self._stride, self._stride) + self._base
         return at_host, at_pool, np.full(len(at_pool), self._stride, dtype=np.int64)
+
+    def _rows(self, dram: HostBuffer, slots: Slots) -> list[HostBuffer]:
+        return [dram[at : at + self._stride] for at in _slots(slots)]
+
+    def _pinned_whole(self, dram: HostBuffer) -> bool:
+        return not self._split([_Move(dram, dram.__array_interface__["data"][0], 0, dram.nbytes)])[1]
 
     def _move(self, memory: HostBuffer, slot: Slot) -> _Move:
         index, rest = divmod(slot, self._stride)
@@ -324,6 +354,10 @@ class Arena:
         if self._ring is None:
             self._ring = StagingRing(self.backend)
         return self._ring
+
+
+def _slots(slots: Slots) -> list[Slot]:
+    return [Slot(int(slot)) for slot in slots]
 
 
 def _inside(slots: Slots, pool_bytes: int, slot_bytes: int, align: int) -> I64Array:

@@ -27,12 +27,17 @@ U64Array = npt.NDArray[np.uint64]
 class LayerRestore:
     """A restore under way; made by `Arena.restore_layers`."""
 
-    def __init__(self, backend: Backend, stream: Stream, copies: Copies, held: list[HostBuffer]) -> None:
-        self._backend, self._stream, self._copies, self._held = backend, stream, copies, held
+    def __init__(self, backend: Backend, stream: Stream, copies: Copies, staged: list[tuple[HostBuffer, int]]) -> None:
+        self._backend, self._stream, self._copies, self._staged = backend, stream, copies, staged
+        self._held: list[HostBuffer] = []
         self._events: list[Event] = []
         self._layers_per_event = 1
         self._expected: U64Array | None = None
         self._sums: HostBuffer | None = None
+
+    def hold(self, buffers: list[HostBuffer]) -> None:
+        """Keep the sources alive until `finish`."""
+        self._held += buffers
 
     def start(self, arena: Arena, offsets: U64Array, expected: U64Array | None, layers_per_event: int) -> None:
         """Enqueue everything. Called once, by the arena."""
@@ -69,8 +74,11 @@ class LayerRestore:
         return [(int(pair), int(layer)) for pair, layer in np.argwhere(got != self._expected)]
 
     def _group(self, arena: Arena, offsets: U64Array, first: int, count: int) -> None:
-        part = self._copies.shifted(first * arena.slice_bytes, count * arena.slice_bytes)
-        arena.enqueue(self._stream, part, into_pool=True)
+        begin, size = first * arena.slice_bytes, count * arena.slice_bytes
+        if len(self._copies.sizes):
+            arena.enqueue(self._stream, self._copies.shifted(begin, size), into_pool=True)
+        for memory, target in self._staged:
+            arena.send_staged(self._stream, memory[begin : begin + size], target + begin)
         if self._sums is not None:
             start = len(offsets) * first * 8
             target = torch.from_numpy(self._sums[start : start + len(offsets) * count * 8].view(np.int64))

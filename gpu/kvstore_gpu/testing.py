@@ -11,6 +11,7 @@ import random
 import shutil
 import subprocess
 from collections import deque
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -107,7 +108,7 @@ class FakeBackend:
         ]
         self._random.shuffle(pieces)
         for piece in pieces:
-            stream.run(lambda piece=piece: move_on_host(one_copy(*piece)))  # type: ignore[misc]
+            stream.run(partial(move_on_host, one_copy(*piece)))
 
     def pinned(self, num_bytes: int) -> HostBuffer:
         """See `Backend`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -139,12 +140,16 @@ def reuse_then_read(seed: int, staged: bool, honour_waits: bool = True) -> bool:
     compute, seen = backend.compute_stream(), list[HostBuffer]()
     for slot in range(6):
         compute.run(write(arena, slot, old[slot]))
+
+    def look(slot: int) -> None:
+        seen.append(arena.tensor[slot, : SPEC.slot_bytes].numpy().copy())
+
     kept = [np.zeros(SPEC.slot_bytes, dtype=np.uint8) for _ in range(6)]
     out = arena.copy_out((arena.slot(i), kept[i]) for i in range(6))
     into = arena.copy_in(((new[i], arena.slot(i)) for i in range(6)), after=[out])
     into.before_compute()
     for slot in range(6):
-        compute.run(lambda slot=slot: seen.append(arena.tensor[slot, : SPEC.slot_bytes].numpy().copy()))
+        compute.run(partial(look, slot))
     into.wait()
     out.wait()
     backend.drain()
@@ -162,10 +167,13 @@ def test_the_fake_backend_finds_missing_order(scene: Callable[..., bool]) -> Non
     assert not all(scene(seed, False, honour_waits=False) for seed in SEEDS)
 
 
-def layered(seed: int, layers_per_event: int, honour_waits: bool = True) -> tuple[bool, list[tuple[int, int]]]:
+def layered(
+    seed: int, layers_per_event: int, honour_waits: bool = True, staged: bool = False
+) -> tuple[bool, list[tuple[int, int]]]:
     """Restore three blocks, one of them damaged in layer 1; compute reads each layer as soon as its event allows."""
-    backend = FakeBackend(seed, honour_waits=honour_waits)
+    backend = FakeBackend(seed, needs_pinned=staged, honour_waits=honour_waits)
     arena = Arena.create(SPEC, backend=backend)
+    arena._ring = StagingRing(backend, num_chunks=2, chunk_bytes=4000)
     arena.tensor.fill_(0xA5)
     sources = buffers(3, seed)
     want = Arena.create(SPEC)
@@ -183,16 +191,17 @@ def layered(seed: int, layers_per_event: int, honour_waits: bool = True) -> tupl
 
     for layer in range(3):
         restore.before_layer(layer)
-        backend.compute_stream().run(lambda layer=layer: read(layer))
+        backend.compute_stream().run(partial(read, layer))
     bad = restore.finish()
     backend.drain()
     return all(seen) and len(seen) == 3, bad
 
 
 @pytest.mark.parametrize("layers_per_event", [1, 2, 3])
-def test_each_layer_waits_for_its_own_event_and_damage_is_named(layers_per_event: int) -> None:
+@pytest.mark.parametrize("staged", [False, True])
+def test_each_layer_waits_for_its_own_event_and_damage_is_named(layers_per_event: int, staged: bool) -> None:
     for seed in SEEDS:
-        assert layered(seed, layers_per_event) == (True, [(1, 1)])
+        assert layered(seed, layers_per_event, staged=staged) == (True, [(1, 1)])
 
 
 def test_an_early_layer_is_there_before_a_late_one() -> None:
@@ -212,23 +221,17 @@ def test_layers_read_without_their_events_are_caught() -> None:
     assert not all(layered(seed, 1, honour_waits=False)[0] for seed in SEEDS)
 
 
-def test_layerwise_restore_from_pageable_memory_is_refused() -> None:
-    arena = Arena.create(SPEC, backend=FakeBackend(0, needs_pinned=True))
-    with pytest.raises(LayoutError, match="pinned"):
-        arena.restore_layers([(buffers(1)[0], arena.slot(0))])
-
-
 def test_slots_of_one_mapping_go_both_ways() -> None:
     for seed in range(10):
         backend = FakeBackend(seed, needs_pinned=True)
         arena = Arena.create(SPEC, backend=backend)
         dram = buffers(1, seed, 9 * SPEC.stride_bytes)[0]
-        with pytest.raises(LayoutError, match="pinned"):
-            arena.copy_in_slots(dram, [0], [0])  # type: ignore[list-item]
-        arena.use_pinned(PinnedBuffer(dram))
+        if seed % 2:  # else staged
+            arena.use_pinned(PinnedBuffer(dram))
         before, order = dram.copy().reshape(9, -1), np.random.default_rng(seed).permutation(6)
         here, there = order * SPEC.stride_bytes, np.arange(2, 8) * SPEC.stride_bytes
         into = arena.copy_in_slots(dram, there, here)
+        into.wait()  # before the same mapping is written
         arena.copy_out_slots(dram, here, there[::-1].copy(), after=[into]).wait()
         assert np.array_equal(arena.tensor.numpy()[order], before[2:8])
         assert np.array_equal(dram.reshape(9, -1)[2:8], before[2:8][::-1])

@@ -41,7 +41,8 @@ def slab(folder: Path) -> Path:
 def rows(arena: Arena) -> np.ndarray:
     assert isinstance(arena.backend, FakeBackend)
     arena.backend.drain()
-    return arena.tensor.numpy()
+    view: np.ndarray = arena.tensor.numpy()
+    return view
 
 
 @pytest.mark.parametrize("behind", [False, True])
@@ -104,6 +105,16 @@ def test_two_batches_share_the_bounce_buffers(tmp_path: Path) -> None:
     path.close()
 
 
+class Lost:
+    """Nothing arrives."""
+
+    def __init__(self, failures: list[Failure]) -> None:
+        self.failures = failures
+
+    def wait(self) -> list[Failure]:
+        return self.failures
+
+
 class Broken:
     """A path that loses some pieces."""
 
@@ -114,7 +125,7 @@ class Broken:
 
     def read(self, pieces: Sequence[Piece]) -> Batch:
         lost = [Failure(i, "lost") for i in range(len(pieces)) if i in self.lost]
-        return type("Lost", (), {"wait": lambda self: lost})()
+        return Lost(lost)
 
     write = read
 
