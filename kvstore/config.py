@@ -88,7 +88,6 @@ class TenantQuota(BaseModel):
 
     dram_bytes: Size | None = Field(default=None, ge=0, description="DRAM this tenant may hold")
     nvme_bytes: Size | None = Field(default=None, ge=0, description="NVMe this tenant may hold")
-    max_leases: int | None = Field(default=None, ge=1, description="leases this tenant may have at once")
 
 
 class ServiceConfig(BaseSettings):

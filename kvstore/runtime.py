@@ -175,7 +175,7 @@ class Runtime:
         with self._lock:
             known = keyspace.id in self._keyspaces
             if not known:
-                self._step_locked(events.RegisterKeyspace(keyspace.id, keyspace.slot_bytes))
+                self._step_locked(events.RegisterKeyspace(keyspace.id, keyspace.slot_bytes, keyspace.tenant))
                 self._keyspaces[keyspace.id] = keyspace
         if not known and self.data is not None:
             self.data.index.put_keyspace(keyspace.id, encoding)
@@ -402,7 +402,7 @@ class Runtime:
             if record is None:
                 failed.add(index)
                 continue
-            entries[index] = Entry(record, item.target, item.block.size_class)
+            entries[index] = Entry(record, item.target, item.block.share.size_class)
             source = self._place(command.source, item.source, record, make=False)
             target = self._place(command.target, item.target, record, make=True)
             copies.append((index, Copy(source, target, record.payload_bytes, record.slice_bytes, record.checksums)))
@@ -557,7 +557,7 @@ class Runtime:
                 log.warning("keyspace %s dropped: %s", keyspace_id.hex()[:16], error)
                 continue
             self._keyspaces[keyspace_id] = keyspace
-            self._step(events.RegisterKeyspace(keyspace_id, keyspace.slot_bytes))
+            self._step(events.RegisterKeyspace(keyspace_id, keyspace.slot_bytes, keyspace.tenant))
         entries = sorted(data.recover(progress), key=lambda e: e.record.depth)
         for start in range(0, len(entries), RECOVER_BATCH):
             self._recover_batch(entries[start : start + RECOVER_BATCH])
@@ -638,4 +638,9 @@ def _tiers(config: ServiceConfig, data: DataDir | None) -> list[TierConfig]:
 
 
 def _limits(config: ServiceConfig) -> Limits:
-    return Limits(num_sessions=config.max_sessions, num_leases=config.max_leases, num_tombstones=100_000)
+    quotas: dict[tuple[str, Tier], int] = {}
+    for tenant, quota in config.tenants.items():
+        for tier, num_bytes in ((Tier.DRAM, quota.dram_bytes), (Tier.NVME, quota.nvme_bytes)):
+            if num_bytes is not None:
+                quotas[tenant, tier] = num_bytes
+    return Limits(num_sessions=config.max_sessions, num_leases=config.max_leases, quotas=quotas, num_tombstones=100_000)

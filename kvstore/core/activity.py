@@ -18,7 +18,8 @@ from kvstore.core.events import (
     Supersede,
 )
 from kvstore.core.sessions import Session
-from kvstore.core.state import Space, State, live, match, refresh
+from kvstore.core.state import Space, State
+from kvstore.core.tree import live, match, refresh
 from kvstore.core.types import Activity, SessionId
 from kvstore.errors import InvalidField, LimitExceeded, UnknownSession
 
@@ -180,13 +181,13 @@ def touch(s: State, tip: Block, session: Session | None, now_ns: int) -> None:
         if block is not None and block.residencies[pool.tier] is not None:
             block.last_access_ns = now_ns
             block.last_session = tip.last_session
-            pool.policy(block.size_class).touch(block, session, now_ns)
+            pool.policy(block.share).touch(block, session, now_ns)
 
 
 def tell_policies(s: State, session: Session, now_ns: int) -> None:
     """Pass a change of activity to every tier's policy."""
-    size_class = s.space_list[session.space].slot_bytes
+    share = s.space_list[session.space].share
     for pool in s.pools.values():
-        policy = pool.policies.get(size_class)
+        policy = pool.policies.get(share)
         if policy is not None:
             policy.signal(session, now_ns)

@@ -17,8 +17,19 @@ child is.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from kvstore.core.sessions import Session
 from kvstore.core.types import NUM_TIERS, BlockHash, ResidencyState, Slot
+
+
+class Share(NamedTuple):
+    """Whose room a block takes: blocks of one share compete with each other first. `tenant` is empty for all without
+    quota."""
+
+    tenant: str
+    size_class: int
+    """Bytes of one slot."""
 
 
 class Residency:
@@ -51,20 +62,19 @@ class Block:
         "num_tips",
         "parent",
         "residencies",
-        "size_class",
+        "share",
         "space",
         "visible",
     )
 
-    def __init__(self, block_hash: BlockHash, parent: Block | None, space: int, size_class: int) -> None:
+    def __init__(self, block_hash: BlockHash, parent: Block | None, space: int, share: Share) -> None:
         self.hash = block_hash
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1
         """Position in its chain: 0 for the first block."""
         self.space = space
         """Small integer of the keyspace, given by the machine."""
-        self.size_class = size_class
-        """Bytes of one slot."""
+        self.share = share
         self.kids: list[Block] | set[Block] = []
         """Children; a set once there are many (shared heads)."""
         self.residencies: list[Residency | None] = [None] * NUM_TIERS

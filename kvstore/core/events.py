@@ -27,6 +27,7 @@ class RegisterKeyspace:
 
     keyspace: KeyspaceId
     slot_bytes: int
+    tenant: str = ""
 
 
 # ---- sessions

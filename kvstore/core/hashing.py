@@ -1,6 +1,7 @@
 """Token chains: token ids -> block hashes and digests, incrementally.
 
-    hash_i   = XXH3-128(seed, parent hash (16) | token ids as u32 LE | extra keys)    seed = bytes 16..24 of the keyspace id, LE
+    hash_i   = XXH3-128(seed, parent hash (16) | token ids as u32 LE | extra keys)
+    seed     = bytes 16..24 of the keyspace id, LE
     parent_0 = bytes 0..16 of the keyspace id
     digest_i = BLAKE2b-256(token ids as u32 LE | extra keys)
 

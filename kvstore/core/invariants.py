@@ -3,19 +3,8 @@
 from __future__ import annotations
 
 from kvstore.core.blocks import Block
-from kvstore.core.state import (
-    DRAINING,
-    FILLING,
-    READY,
-    FillOp,
-    MoveOp,
-    Pool,
-    ReadOp,
-    State,
-    evictable,
-    live,
-    readable,
-)
+from kvstore.core.state import DRAINING, FILLING, READY, FillOp, MoveOp, Pool, ReadOp, State
+from kvstore.core.tree import evictable, live, readable
 from kvstore.core.types import Tier
 
 
@@ -45,13 +34,17 @@ def _check_pool(s: State, pool: Pool, blocks: list[Block]) -> None:
     assert used == len(copies) + detached + pool.num_borrowed, "used slots = filling + ready + draining + borrowed"
     borrowed = [slot for lease in s.leases.all() for slot, tier in lease.borrowed.items() if tier == pool.tier]
     assert len(borrowed) == pool.num_borrowed and not set(borrowed) & set(slots)
-    assert pool.dirty_bytes == sum(b.size_class for b in pool.dirty)
+    assert pool.dirty_bytes == sum(b.share.size_class for b in pool.dirty)
     if pool.lower is not None:
         assert set(pool.dirty) == {
             b for b, r in copies if r.state == READY and all(x is None for x in b.residencies[pool.tier + 1 :])
         }
-    for size_class, count in pool.num_candidates.items():
-        assert count == sum(r.candidate for b, r in copies if b.size_class == size_class)
+    for share, count in pool.num_candidates.items():
+        assert count == sum(r.candidate for b, r in copies if b.share == share)
+    for tenant, used in pool.used_by.items():
+        shares = [b.share for b, _ in copies]
+        shares += [s.space_list[x.space].share for x in s.leases.all() for t in x.borrowed.values() if t == pool.tier]
+        assert used == sum(share.size_class for share in shares if share.tenant == tenant)
 
 
 def _check_block(s: State, block: Block) -> None:
@@ -79,7 +72,7 @@ def _check_block(s: State, block: Block) -> None:
 def _check_holds(s: State, blocks: list[Block]) -> None:
     held: dict[int, int] = {}
     for op in s.ops.values():
-        if isinstance(op, ReadOp) or isinstance(op, MoveOp):
+        if isinstance(op, (ReadOp, MoveOp)):
             for _, residency, _ in op.blocks:
                 held[id(residency)] = held.get(id(residency), 0) + 1
         elif isinstance(op, FillOp):

@@ -107,7 +107,10 @@ class Keyspace:
                     raise ValueError
                 values[names[tag]] = struct.unpack("<q", body)[0] if kind == b"i" else body.decode()
                 at += length
-            return cls(**values)  # type: ignore[arg-type]
+            found = cls(**values)  # type: ignore[arg-type]
+            if found.encode() != raw:
+                raise ValueError
+            return found
         except (struct.error, ValueError, IndexError, TypeError):
             raise InvalidField("keyspace", "damaged encoding", "send Keyspace.encode() unchanged") from None
 

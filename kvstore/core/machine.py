@@ -15,7 +15,8 @@ from kvstore.core.commands import Command, Location
 from kvstore.core.events import Event
 from kvstore.core.invariants import check_invariants
 from kvstore.core.sessions import Session
-from kvstore.core.state import Limits, Pool, Space, State, TierConfig, link, live, make_ready, match, path_of, place
+from kvstore.core.state import Limits, Pool, Space, State, TierConfig
+from kvstore.core.tree import link, live, make_ready, match, path_of, place
 from kvstore.core.types import Activity, BlockHash, Hashes, KeyspaceId, LeaseId, OpId, SessionId, Tier
 
 
@@ -151,7 +152,7 @@ class Machine:
 
 
 def _on_register(s: State, e: events.RegisterKeyspace, now_ns: int) -> None:
-    s.register(e.keyspace, e.slot_bytes)
+    s.register(e.keyspace, e.slot_bytes, e.tenant)
 
 
 def _on_recovered(s: State, e: events.Recovered, now_ns: int) -> None:

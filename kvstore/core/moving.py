@@ -12,26 +12,11 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from kvstore.core.blocks import Block, Residency
+from kvstore.core.blocks import Block, Residency, Share
 from kvstore.core.commands import Move, MoveItem, Unpublish
 from kvstore.core.events import Lost, MoveDone, TierAlive, UnpublishDone
-from kvstore.core.state import (
-    DRAINING,
-    FILLING,
-    READY,
-    MoveOp,
-    Pool,
-    State,
-    UnpublishOp,
-    drop,
-    free_slot,
-    make_ready,
-    note_ghost,
-    path_of,
-    place,
-    refresh,
-    update_visibility,
-)
+from kvstore.core.state import DRAINING, FILLING, READY, MoveOp, Pool, State, UnpublishOp
+from kvstore.core.tree import drop, free_slot, make_ready, note_ghost, path_of, place, refresh, update_visibility
 from kvstore.core.types import OpId, Slot, Tier
 
 DIRTY_SCAN_MAX = 1024
@@ -46,45 +31,56 @@ class Room(IntEnum):
     NONE = 2
 
 
-def make_room(s: State, pool: Pool, size_class: int, now_ns: int) -> Room:
-    """Try to have one free slot of `size_class`. LATER: I/O is under way that will free one."""
+def make_room(s: State, pool: Pool, share: Share, now_ns: int) -> Room:
+    """Try to have one free slot for `share`. LATER: I/O is under way that will free one.
+
+    A tenant at its quota makes room among its own blocks only.
+    """
     for _ in range(VICTIMS_MAX):
-        if pool.slots.num_free(size_class):
+        if _has_room(pool, share):
             return Room.FREE
-        victim = _victim(pool, size_class, now_ns)
+        victim = _victim(pool, share, now_ns)
         if victim is None:
             break
         if pool.config.durable:
             evict_durable(s, pool, [victim], now_ns)
-            return Room.LATER
-        drop(s, victim, pool, now_ns, "evicted")
-    if pool.slots.num_free(size_class):
+            if not _has_room(pool, share):
+                return Room.LATER
+        else:
+            drop(s, victim, pool, now_ns, "evicted")
+    if _has_room(pool, share):
         return Room.FREE
     if pool.num_draining or _cleaning(s, pool) or clean(s, pool, now_ns, force=True):
         return Room.LATER
-    return Room.FREE if _drop_dirty(s, pool, size_class, now_ns) else Room.NONE
+    return Room.FREE if _drop_dirty(s, pool, share, now_ns) and _has_room(pool, share) else Room.NONE
 
 
-def _victim(pool: Pool, size_class: int, now_ns: int) -> Block | None:
-    """The worst candidate of the class itself, else of the class with the most candidates."""
-    if pool.num_candidates.get(size_class):
-        return pool.policy(size_class).victim(now_ns)
-    other = max(pool.num_candidates, key=pool.num_candidates.__getitem__, default=0)
-    return pool.policy(other).victim(now_ns) if other and pool.num_candidates[other] else None
+def _has_room(pool: Pool, share: Share) -> bool:
+    return bool(pool.slots.num_free(share.size_class)) and not pool.over_quota(share)
+
+
+def _victim(pool: Pool, share: Share, now_ns: int) -> Block | None:
+    """The worst candidate of the share itself, else (below quota) of the share with the most candidates."""
+    if pool.num_candidates.get(share):
+        return pool.policy(share).victim(now_ns)
+    if pool.over_quota(share) or not pool.num_candidates:
+        return None
+    other = max(pool.num_candidates, key=pool.num_candidates.__getitem__)
+    return pool.policy(other).victim(now_ns) if pool.num_candidates[other] else None
 
 
 def _cleaning(s: State, pool: Pool) -> bool:
     return any(isinstance(op, MoveOp) and op.source is pool for op in s.ops.values()) if s.moves_in_flight else False
 
 
-def _drop_dirty(s: State, pool: Pool, size_class: int, now_ns: int) -> bool:
+def _drop_dirty(s: State, pool: Pool, share: Share, now_ns: int) -> bool:
     """Last resort when the tier below takes nothing: drop the oldest dirty leaf that nobody uses right now."""
     for index, block in enumerate(pool.dirty):
         if index >= DIRTY_SCAN_MAX:
             return False
         residency = block.residencies[pool.tier]
         assert residency is not None
-        if block.size_class == size_class and not block.kids and not block.leases and not residency.holds:
+        if block.share == share and not block.kids and not block.leases and not residency.holds:
             drop(s, block, pool, now_ns, "evicted: no room below")
             return True
     return False
@@ -125,11 +121,11 @@ def background(s: State, now_ns: int) -> None:
 
 def keep_free(s: State, pool: Pool, now_ns: int) -> None:
     """Evict ahead of demand, a batch at a time."""
-    for size_class, count in pool.num_candidates.items():
-        target = min(int(pool.config.free_target * pool.slots.capacity(size_class)), s.limits.num_move_items)
-        short = target - pool.slots.num_free(size_class) - pool.num_draining
+    for share, count in pool.num_candidates.items():
+        target = min(int(pool.config.free_target * pool.slots.capacity(share.size_class)), s.limits.num_move_items)
+        short = target - pool.slots.num_free(share.size_class) - pool.num_draining
         for _ in range(min(short, count)):
-            victim = pool.policy(size_class).victim(now_ns)
+            victim = pool.policy(share).victim(now_ns)
             if victim is None:
                 break
             evict_durable(s, pool, [victim], now_ns)
@@ -148,7 +144,7 @@ def clean(s: State, pool: Pool, now_ns: int, force: bool = False, only: list[Blo
     op = MoveOp(pool, target, [])
     op_id = s.new_op(op)
     for block in _to_clean(s, pool, target, only):
-        slot = _slot_below(s, target, block.size_class, now_ns)
+        slot = _slot_below(s, target, block.share, now_ns)
         if slot is None:
             break
         items.append(_start_copy(s, op, op_id, block, slot, now_ns))
@@ -185,10 +181,10 @@ def _missing_below(block: Block, pool: Pool, target: Pool, chosen: dict[Block, N
     return chain
 
 
-def _slot_below(s: State, target: Pool, size_class: int, now_ns: int) -> Slot | None:
-    if not target.slots.num_free(size_class) and make_room(s, target, size_class, now_ns) != Room.FREE:
+def _slot_below(s: State, target: Pool, share: Share, now_ns: int) -> Slot | None:
+    if make_room(s, target, share, now_ns) != Room.FREE:
         return None
-    return target.slots.allocate(size_class)
+    return target.slots.allocate(share.size_class)
 
 
 def _start_copy(s: State, op: MoveOp, op_id: OpId, block: Block, slot: Slot, now_ns: int) -> MoveItem:
@@ -319,9 +315,9 @@ def promote(s: State, tip: Block, now_ns: int) -> int:
         for block in path_of(tip):
             if not _promotable(block, source):
                 continue
-            if len(items) >= 8 * s.limits.num_move_items or make_room(s, target, block.size_class, now_ns) != Room.FREE:
+            if len(items) >= 8 * s.limits.num_move_items or make_room(s, target, block.share, now_ns) != Room.FREE:
                 break
-            slot = target.slots.allocate(block.size_class)
+            slot = target.slots.allocate(block.share.size_class)
             assert slot is not None
             items.append(_start_copy(s, op, op_id, block, slot, now_ns))
         if items:

@@ -8,7 +8,8 @@ from kvstore.core.commands import Acquired, LeaseEnded, Location, Prefetching, R
 from kvstore.core.events import Acquire, Detach, Prefetch, Release, Renew, Restore, RestoreDone
 from kvstore.core.leases import Lease
 from kvstore.core.moving import lose, promote, release_hold
-from kvstore.core.state import READY, FillOp, ReadOp, State, free_slot, live, match, refresh
+from kvstore.core.state import READY, FillOp, ReadOp, State
+from kvstore.core.tree import free_slot, live, match, refresh, unborrow
 from kvstore.core.types import LeaseId, OpId, Tier
 from kvstore.core.writing import abort_fill
 from kvstore.errors import InvalidField
@@ -60,9 +61,10 @@ def end_lease(s: State, lease: Lease, now_ns: int) -> None:
         op = s.ops.pop(OpId(op_id), None)
         if isinstance(op, ReadOp):
             _end_read(s, op, now_ns)
-    for slot, tier in lease.borrowed.items():
-        s.pools[tier].num_borrowed -= 1
-        free_slot(s, s.pools[tier], slot)
+    for slot in list(lease.borrowed):
+        pool = unborrow(s, lease, slot)
+        assert pool is not None
+        free_slot(s, pool, slot)
     s.leases.remove(lease)
     block = live(lease.block)
     if block is not None:

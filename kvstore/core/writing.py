@@ -12,24 +12,8 @@ from kvstore.core.blocks import Block
 from kvstore.core.commands import Adopted, Borrowed, Persisted, Reserved, ReserveStatus, Sealed, Sync
 from kvstore.core.events import Adopt, Borrow, GiveBack, Persist, Reserve, Seal, SyncDone
 from kvstore.core.moving import Room, clean, make_room
-from kvstore.core.state import (
-    FILLING,
-    READY,
-    FillOp,
-    PersistWait,
-    Pool,
-    Space,
-    State,
-    SyncOp,
-    Waiter,
-    drop,
-    free_slot,
-    link,
-    live,
-    make_ready,
-    place,
-    refresh,
-)
+from kvstore.core.state import FILLING, READY, FillOp, PersistWait, Pool, Space, State, SyncOp, Waiter
+from kvstore.core.tree import borrow, drop, free_slot, link, live, make_ready, place, refresh, unborrow
 from kvstore.core.types import Durability, OpId, Slot, Tier
 from kvstore.errors import InvalidField, LeaseExpired, LimitExceeded
 
@@ -81,7 +65,7 @@ def _advance(s: State, w: Waiter, op: FillOp, now_ns: int) -> Room:
         block = blocks.get(block_hash)
         status = _standing(block)
         if status is None:
-            room = make_room(s, op.pool, op.space.slot_bytes, now_ns)
+            room = make_room(s, op.pool, op.space.share, now_ns)
             if room != Room.FREE:
                 return room
             block = blocks.get(block_hash)  # making room may have dropped a ghost of it
@@ -295,27 +279,25 @@ def on_sync_done(s: State, e: SyncDone, now_ns: int) -> None:
 def on_borrow(s: State, e: Borrow, now_ns: int) -> None:
     lease = s.leases.get(e.lease)
     pool = _pool(s, e.tier)
-    size_class = s.space_list[lease.space].slot_bytes
+    share = s.space_list[lease.space].share
     got: list[Slot] = []
-    while len(got) < e.count and make_room(s, pool, size_class, now_ns) == Room.FREE:
-        slot = pool.slots.allocate(size_class)
+    while len(got) < e.count and make_room(s, pool, share, now_ns) == Room.FREE:
+        slot = pool.slots.allocate(share.size_class)
         assert slot is not None
         got.append(slot)
-        lease.borrowed[slot] = e.tier
-        pool.num_borrowed += 1
+        borrow(s, lease, pool, slot)
     s.out.append(Borrowed(tuple(got)))
 
 
 def on_give_back(s: State, e: GiveBack, now_ns: int) -> None:
     lease = s.leases.get(e.lease)
     for slot in e.slots:
-        tier = lease.borrowed.pop(slot, None)
-        if tier is None:
+        pool = unborrow(s, lease, slot)
+        if pool is None:
             raise InvalidField(
                 "slots", f"slot {slot} is not borrowed under lease {e.lease}", "return borrowed slots only"
             )
-        s.pools[tier].num_borrowed -= 1
-        free_slot(s, s.pools[tier], slot)
+        free_slot(s, pool, slot)
 
 
 def on_adopt(s: State, e: Adopt, now_ns: int) -> None:
@@ -330,8 +312,7 @@ def on_adopt(s: State, e: Adopt, now_ns: int) -> None:
     there = block.residencies[e.tier]
     duplicate = there is not None
     if there is None:
-        del lease.borrowed[e.slot]
-        pool.num_borrowed -= 1
+        unborrow(s, lease, e.slot)
         there = place(s, block, pool, e.slot, 0, now_ns)
         block.last_session = lease.session
         make_ready(s, block, pool, now_ns)

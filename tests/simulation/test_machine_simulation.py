@@ -16,6 +16,7 @@ from kvstore.errors import KVStoreError
 SLOT = 4096
 KS = [KeyspaceId(bytes([i]) * 32) for i in range(2)]
 SIZES = [SLOT, 2 * SLOT]
+Quotas = dict[tuple[str, Tier], int]
 
 
 def chain(space: int, session: int, branch: int, length: int) -> list[BlockHash]:
@@ -30,9 +31,16 @@ def chain(space: int, session: int, branch: int, length: int) -> list[BlockHash]
 class Driver:
     """Random clients and hands around one machine."""
 
-    def __init__(self, seed: int, tiers: list[TierConfig], tombstones: int = 100) -> None:
+    def __init__(self, seed: int, tiers: list[TierConfig], tombstones: int = 100, quotas: Quotas | None = None) -> None:
         self.rng = random.Random(seed)
-        limits = Limits(num_tombstones=tombstones, num_sessions=12, num_leases=30, orphan_ttl_ns=5000, num_waiters=4)
+        limits = Limits(
+            quotas=quotas or {},
+            num_tombstones=tombstones,
+            num_sessions=12,
+            num_leases=30,
+            orphan_ttl_ns=5000,
+            num_waiters=4,
+        )
         self.machine = Machine(tiers, limits, notices=True)
         self.now = 0
         self.work: list[commands.Command] = []
@@ -45,7 +53,7 @@ class Driver:
         self.errors = 0
         self.tiers = [c.tier for c in tiers]
         for ks, size in zip(KS, SIZES, strict=True):
-            self.step(events.RegisterKeyspace(ks, size))
+            self.step(events.RegisterKeyspace(ks, size, "ab"[ks[0]]))
 
     def step(self, event: events.Event) -> list[commands.Command]:
         self.now += self.rng.randrange(0, 50)
@@ -246,3 +254,15 @@ def test_same_seed_same_commands() -> None:
         return log
 
     assert run() == run()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tenants_stay_within_their_quotas(seed: int) -> None:
+    quotas = {("b", Tier.DRAM): 6 * SLOT, ("b", Tier.NVME): 20 * SLOT}
+    driver = Driver(seed, [tier(t, n, "leaf-lru", d) for t, n, d in SETUPS["node"]], quotas=quotas)
+    for _ in range(1200):
+        driver.hands() if driver.rng.random() < 0.35 else driver.client()
+        for which in (Tier.DRAM, Tier.NVME):
+            pool = driver.machine.pool(which)
+            assert pool is not None and pool.used_by["b"] <= quotas["b", which]
+    driver.settle()

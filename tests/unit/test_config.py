@@ -60,8 +60,8 @@ def test_the_environment_may_name_the_file(toml: Path, monkeypatch: pytest.Monke
 
 
 def test_quotas_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVSTORE_TENANTS", '{"a": {"max_leases": 2, "dram_bytes": "1MiB"}}')
-    assert load().tenants == {"a": TenantQuota(max_leases=2, dram_bytes=1 << 20)}
+    monkeypatch.setenv("KVSTORE_TENANTS", '{"a": {"dram_bytes": "1MiB"}}')
+    assert load().tenants == {"a": TenantQuota(dram_bytes=1 << 20)}
 
 
 def test_made_directly_it_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_every_setting_says_what_it_is() -> None:
         ({"write_behind_watermark": 1.5}, ["write_behind_watermark: 1.5"]),
         ({"lease_ttl_s": 0}, ["lease_ttl_s: 0"]),
         ({"tenants": {"a": {"dram": 1}}}, ["tenants.a.dram", "did you mean dram_bytes?"]),
-        ({"tenants": {"a": {"max_leases": 0}}}, ["tenants.a.max_leases: 0", "leases"]),
+        ({"tenants": {"a": {"dram_bytes": -1}}}, ["tenants.a.dram_bytes: -1", "DRAM this tenant"]),
         ({"tenants": 3}, ["tenants: 3"]),
     ],
 )
