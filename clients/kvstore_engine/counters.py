@@ -1,0 +1,64 @@
+"""What an engine counts. Plain numbers, written by the scheduler's thread; readers see each one whole."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from kvstore_engine.sequence import Usage
+from kvstore_engine.store import RestoreResult
+
+TTFT_KEPT = 4096
+
+
+@dataclass
+class Counters:
+    """Totals since start.
+
+    Tokens are counted once: prompt = hit + restored + computed, plus what preemption made compute again.
+    """
+
+    hit_tokens: int = 0
+    """Prompt tokens found in the pool."""
+    computed_tokens: int = 0
+    """Tokens that went through the model, output included."""
+    generated_tokens: int = 0
+    restored_tokens_dram: int = 0
+    restored_tokens_nvme: int = 0
+    restored_blocks_dram: int = 0
+    restored_blocks_nvme: int = 0
+    restore_seconds: float = 0.0
+    offloaded_blocks: int = 0
+    """Blocks that the store acknowledged, counted at each turn's end (most were held already)."""
+    num_offloads_short: int = 0
+    """Offloads that the store didn't take in full."""
+    num_restores: int = 0
+    num_restores_late: int = 0
+    num_preemptions: int = 0
+    num_refused: int = 0
+    ends: Counter[str] = field(default_factory=Counter)
+    ttft_s: deque[tuple[bool, float]] = field(default_factory=lambda: deque(maxlen=TTFT_KEPT))
+    """(had cached tokens, seconds) of the last requests."""
+
+    def note_restore(self, result: RestoreResult, block_tokens: int) -> None:
+        """A restore ended, well or not."""
+        nvme = min(result.num_nvme, result.num_ok)
+        self.num_restores += 1
+        self.restored_blocks_nvme += nvme
+        self.restored_blocks_dram += result.num_ok - nvme
+        self.restored_tokens_nvme += nvme * block_tokens
+        self.restored_tokens_dram += (result.num_ok - nvme) * block_tokens
+        self.restore_seconds += result.seconds
+
+    def note_offload(self, num_held: int | None, num_blocks: int) -> None:
+        """An offload of `num_blocks` ended with `num_held` of them acknowledged; None: the store failed."""
+        self.offloaded_blocks += num_held or 0
+        self.num_offloads_short += (num_held or 0) < num_blocks
+
+    def note_ttft(self, usage: Usage) -> None:
+        """A first token came."""
+        self.ttft_s.append((usage.cached_tokens > 0, usage.ttft_s))
+
+    def note_end(self, reason: str, usage: Usage) -> None:
+        """A request ended."""
+        self.ends[reason] += 1

@@ -1,0 +1,101 @@
+"""One forward of the model over segments of several sequences.
+
+What is computed depends only on the *lengths* of the segments, never on who else is there. That's what makes equal
+chunk boundaries give equal bits:
+- a segment of more than one token (a prefill chunk) runs alone, with exactly its rows;
+- segments of one token (decode) run together, in a batch padded to a fixed number of rows, full or not;
+- logits are always taken from a batch of that same fixed number of rows.
+
+Matrix products of one shape give a row the same bits wherever it stands (checked at start by `rows_are_alike`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvstore_engine.attention import NAME, ROWS, PagedBatch, Scratch, Segment, register
+from kvstore_engine.model import LoadedModel
+from kvstore_engine.pool import KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """New tokens of one sequence: `tokens` at positions from `start`, over the context in `slots` (pool indices)."""
+
+    tokens: Sequence[int]
+    start: int
+    slots: Sequence[int]
+
+
+class Executor:
+    """Runs the model. Owned by one thread."""
+
+    def __init__(self, model: LoadedModel, pool: KVPool, max_batch: int, threads: int) -> None:
+        torch.set_num_threads(threads)  # counts for the calling thread
+        register()
+        self._lm: Any = model.causal_lm
+        self._lm.set_attn_implementation(NAME)
+        self.pool = pool
+        self.num_rows = -(-max_batch // ROWS) * ROWS
+        self._scratch = Scratch(pool.device)
+
+    def prefill(self, work: Work) -> torch.Tensor:
+        """Compute one chunk; float32 logits `[vocab]` of its last token."""
+        if len(work.tokens) == 1:
+            return self.decode([work])[0]
+        hidden = self._forward([work], len(work.tokens))
+        return self._logits(hidden[-1:])[0]
+
+    def decode(self, works: Sequence[Work]) -> torch.Tensor:
+        """One token for each of at most `num_rows` sequences; float32 logits `[len(works), vocab]`."""
+        assert len(works) <= self.num_rows and all(len(w.tokens) == 1 for w in works)
+        return self._logits(self._forward(works, self.num_rows)[: len(works)])
+
+    def _forward(self, works: Sequence[Work], num_rows: int) -> torch.Tensor:
+        batch, tokens, positions = self._pack(works, num_rows)
+        with torch.inference_mode():
+            out = self._lm.model(
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                kv_batch=batch,
+                use_cache=False,
+                attention_mask=None,
+            )
+        hidden: torch.Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def _pack(self, works: Sequence[Work], num_rows: int) -> tuple[PagedBatch, torch.Tensor, torch.Tensor]:
+        device, size = self.pool.device, self.pool.keyspace.block_tokens
+        segments: list[Segment] = []
+        tokens: list[int] = []
+        for work in works:
+            num_blocks = -(-(work.start + len(work.tokens)) // size)
+            slots = torch.tensor(work.slots[:num_blocks], dtype=torch.int64, device=device)
+            assert len(slots) == num_blocks
+            segments.append(Segment(len(tokens), work.start, len(work.tokens), slots))
+            tokens.extend(work.tokens)
+        batch = PagedBatch(self.pool, self._scratch, segments)
+        ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        ids[: len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+        positions = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        positions[: len(tokens)] = batch.positions
+        return batch, ids, positions
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        rows = hidden.new_zeros(self.num_rows, hidden.shape[1])
+        rows[: len(hidden)] = hidden
+        with torch.inference_mode():
+            logits: torch.Tensor = self._lm.lm_head(rows)
+        return logits[: len(hidden)].float()
+
+
+def rows_are_alike(weight: torch.Tensor, counts: Sequence[int]) -> bool:
+    """Whether a product with `weight [out, in]` gives each row the same bits for every number of rows in `counts`."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(max(counts), weight.shape[1], generator=generator).to(weight)
+    whole = torch.nn.functional.linear(rows, weight)
+    return all(torch.equal(torch.nn.functional.linear(rows[-n:], weight), whole[-n:]) for n in counts)

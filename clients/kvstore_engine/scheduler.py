@@ -1,0 +1,469 @@
+"""Who computes next: continuous batching over the pool.
+
+    WAITING --admit--> RESTORING --blocks are there, or late--> RUNNING --last token--> DONE
+                  \\______________nothing to restore___________/   |  ^
+                                                        pool short v  | resume through WAITING
+                                                                 SAVING (blocks on the way down)
+
+One `turn()` handles the inbox, admits, computes one prefill chunk (of the oldest sequence that has one) and one decode
+step (of all that are ready), so that long prompts don't stop the others. Nothing here blocks on the store: its work
+runs in `Transfers` and comes back through the inbox. A restore that is late is given up; its slots stay claimed until
+the transfer is over, since it may still write.
+
+When the pool is short the youngest running sequence gives way: its sealed blocks are offloaded (not dropped), and it
+resumes through restore. The oldest is never preempted, so something always ends.
+
+All methods are for one thread, but for `post`.
+"""
+
+from __future__ import annotations
+
+import queue
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvstore.core.events import SignalKind
+from kvstore.core.types import Durability
+from kvstore.errors import KVStoreError, LimitExceeded
+from kvstore_engine.config import EngineConfig
+from kvstore_engine.contexts import Contexts
+from kvstore_engine.counters import Counters
+from kvstore_engine.executor import Executor, Work
+from kvstore_engine.hbm import Clock, HbmTable, Hold
+from kvstore_engine.plans import PlanBook, next_span, planned_span
+from kvstore_engine.sampling import Sampler
+from kvstore_engine.sequence import EndEvent, FinishReason, Job, Request, Span, State, TokensEvent, TurnEnd, Usage
+from kvstore_engine.store import ContextStore, NullStore, RestoreResult, StoreLease
+from kvstore_engine.text import TextStream
+from kvstore_engine.transfers import Transfers
+
+
+class Scheduler:
+    """Owns the sequences of one engine."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        hbm: HbmTable,
+        store: ContextStore,
+        tokenizer: object,
+        eos_ids: frozenset[int],
+        clock: Clock,
+    ) -> None:
+        self._config = config
+        self._executor = executor
+        self._pool = executor.pool
+        self._size = executor.pool.keyspace.block_tokens
+        self.hbm = hbm
+        self._store = store
+        self._has_store = not isinstance(store, NullStore)
+        self._tokenizer = tokenizer
+        self._eos = eos_ids
+        self._clock = clock
+        self._durability = Durability[config.durability.upper()]
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.transfers = Transfers(self.post, self._crash, config.store_workers)
+        self._crashed: BaseException | None = None
+        self.contexts = Contexts(executor.pool.keyspace)
+        self.plans = PlanBook(self._size)
+        self.counters = Counters()
+        self.waiting: deque[Job] = deque()
+        self.restoring: list[Job] = []
+        self.running: list[Job] = []
+        self.saving: list[Job] = []
+        self._num_claims = 0
+        """Holds that running transfers read or write."""
+        self._computed_something = False
+
+    # ---- the door
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Have `call` run by the scheduler's thread. Thread-safe."""
+        self._inbox.put(call)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises LimitExceeded when the queue is full."""
+        if len(self.waiting) >= self._config.max_queue:
+            self.counters.num_refused += 1
+            raise LimitExceeded(f"max_queue: {self._config.max_queue} requests wait already; try again later")
+        now = self._clock()
+        chain = self.contexts.chain(request.session, request.tokens)
+        usage = Usage(prompt_tokens=len(request.tokens), arrived_ns=now)
+        stream = TextStream(self._tokenizer, request.sampling.stop)
+        deadline = now + round(request.timeout_s * 1e9)
+        job = Job(request, chain, list(request.tokens), Sampler(request.sampling), stream, deadline, usage)
+        self.waiting.append(job)
+        self._begin_turn(request.session)
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request wherever it is; False when it isn't here (any more)."""
+        for job in self._jobs():
+            if job.request.id == request_id:
+                self._end(job, FinishReason.CANCELLED)
+                return True
+        return False
+
+    def fork_session(self, parent: str, session: str) -> None:
+        """Raises UnknownSession, InvalidField."""
+        self.hbm.fork(parent, session)
+        self.contexts.fork(parent, session)
+        self._write(session, lambda: self._store.fork(parent, session))
+
+    def end_session(self, session: str) -> None:
+        """Raises UnknownSession."""
+        self.hbm.end(session)
+        self.contexts.end(session)
+        self._write(session, lambda: self._store.end(session))
+
+    # ---- the loop
+
+    @property
+    def busy(self) -> bool:
+        """Is there anything to compute or to admit now? (Sequences that wait for room don't count until a transfer
+        ends.)
+        """
+        return self._computed_something or bool(self.waiting and self._has_room(self.waiting[0]))
+
+    @property
+    def quiet(self) -> bool:
+        """No request, and no store work."""
+        return not self.transfers.num_pending and not self._jobs()
+
+    def turn(self, wait_s: float = 0.0) -> None:
+        """One round.
+
+        With nothing to compute, waits up to `wait_s` for something to arrive. Raises what a worker crashed with.
+        """
+        self._drain(0.0 if self.busy else wait_s)
+        self._computed_something = False
+        if self._crashed is not None:
+            raise RuntimeError("a store worker failed; this is a bug") from self._crashed
+        self._expire()
+        self.hbm.tick()
+        self._admit()
+        self._prefill_one()
+        self._decode_all()
+
+    def close(self) -> None:
+        """End every request and wait for running transfers. (Queued offloads are finished first.)"""
+        for job in list(self._jobs()):
+            self._end(job, FinishReason.CANCELLED)
+        self.transfers.close()
+        self._drain(0.0)
+        self._store.close()
+
+    def _jobs(self) -> list[Job]:
+        return [*self.running, *self.restoring, *self.saving, *self.waiting]
+
+    def _drain(self, wait_s: float) -> None:
+        try:
+            call = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
+            while True:
+                call()
+                call = self._inbox.get_nowait()
+        except queue.Empty:
+            pass
+
+    def _crash(self, error: BaseException) -> None:
+        self.post(lambda: setattr(self, "_crashed", error))
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for job in self._jobs():
+            if now >= job.deadline_ns:
+                self._end(job, FinishReason.TIMEOUT)
+        for job in [j for j in self.restoring if now >= j.restore_deadline_ns]:
+            self.counters.num_restores_late += 1
+            self._abandon_restore(job)
+            job.hold = self._acquire(job)
+            self._run(job)
+
+    # ---- admission and restore
+
+    def _has_room(self, job: Job) -> bool:
+        """Enough slots for the whole context, unless nobody is there who could free some."""
+        if len(self.running) + len(self.restoring) >= self._config.max_batch:
+            return False
+        needed = len(job.tokens) // self._size + 1
+        return needed <= self.hbm.num_available or not (
+            self.running or self.restoring or self.saving or self._num_claims
+        )
+
+    def _admit(self) -> None:
+        while self.waiting and self._has_room(self.waiting[0]):
+            job = self.waiting.popleft()
+            job.hold = self._acquire(job)
+            wanted = self._restorable(job) - len(job.hold.slots)
+            if self._has_store and job.request.use_cache and wanted >= self._config.restore_blocks_min:
+                self._ask_store(job)
+            else:
+                self._run(job)
+
+    def _restorable(self, job: Job) -> int:
+        """Blocks that may come from a cache: all full ones, but the last token must be computed for its logits."""
+        return (len(job.tokens) - 1) // self._size if job.request.use_cache else 0
+
+    def _acquire(self, job: Job) -> Hold:
+        session = job.request.session
+        known = job.request.use_cache and session in self.contexts
+        return self.hbm.acquire(job.chain, self._restorable(job), session if known else "")
+
+    def _ask_store(self, job: Job) -> None:
+        job.state = State.RESTORING
+        job.restore_began_ns = self._clock()
+        job.restore_deadline_ns = job.restore_began_ns + round(self._config.restore_timeout_s * 1e9)
+        self.restoring.append(job)
+        session, chain, count, hold = job.request.session, job.chain.copy(), self._restorable(job), job.hold
+        call = lambda: self._store.acquire(session, chain, count)  # noqa: E731
+        self.transfers.read(call, lambda lease: self._leased(job, hold, lease))
+
+    def _leased(self, job: Job, hold: Hold | None, lease: StoreLease | None) -> None:
+        """The store said what it has."""
+        if job.state != State.RESTORING or job.hold is not hold or hold is None:
+            self._release_lease(lease)
+            return
+        first = len(hold.slots)
+        last = min(lease.num_blocks, self._restorable(job)) if lease is not None else 0
+        if lease is None or last <= first or not self.hbm.borrow(hold, last - first):
+            self._release_lease(lease)
+            self._stop_restoring(job)
+            return
+        slots = hold.slots[first:]
+        self._num_claims += 1
+        job.store_lease = lease
+        self.transfers.read(
+            lambda: self._store.restore(lease, first, last, self._pool, slots),
+            lambda result: self._restored(job, hold, lease, result),
+        )
+
+    def _restored(self, job: Job, hold: Hold, lease: StoreLease, result: RestoreResult | None) -> None:
+        self._num_claims -= 1
+        self._release_lease(lease)
+        if job.hold is not hold:  # given up meanwhile: only now may the slots be used again
+            self.hbm.release(hold)
+            return
+        job.store_lease = None
+        result = result or RestoreResult(0)
+        self.counters.note_restore(result, self._size)
+        for _ in range(result.num_ok):
+            self.hbm.adopt(hold, job.chain)
+        self.hbm.drop_tail(hold, hold.num_sealed)
+        job.restored = result
+        job.usage.restore_ns += self._clock() - job.restore_began_ns
+        self._stop_restoring(job)
+
+    def _release_lease(self, lease: StoreLease | None) -> None:
+        if lease is not None:
+            self.transfers.read(lambda: self._store.release(lease), lambda _: None)
+
+    def _stop_restoring(self, job: Job) -> None:
+        self.restoring.remove(job)
+        self._run(job)
+
+    def _abandon_restore(self, job: Job) -> None:
+        """Leave RESTORING. A transfer that runs keeps the hold and releases it when it ends."""
+        self.restoring.remove(job)
+        if job.store_lease is None and job.hold is not None:
+            self.hbm.release(job.hold)
+        job.hold, job.store_lease = None, None
+
+    def _run(self, job: Job) -> None:
+        """Everything that could be had from caches is in the hold: compute the rest."""
+        hold = job.hold
+        assert hold is not None
+        job.state = State.RUNNING
+        job.num_computed = hold.num_sealed * self._size
+        job.spans = self.plans.of([job.chain.hash_at(i) for i in range(hold.num_sealed)])
+        if not job.accounted:
+            self._account(job, hold)
+        insort(self.running, job, key=lambda j: j.usage.arrived_ns)
+
+    def _account(self, job: Job, hold: Hold) -> None:
+        """Where the prompt's tokens came from; once a request, whatever preemption does later."""
+        job.accounted = True
+        nvme = min(job.restored.num_nvme, job.restored.num_ok)
+        job.usage.nvme_tokens = nvme * self._size
+        job.usage.dram_tokens = (job.restored.num_ok - nvme) * self._size
+        job.usage.hbm_tokens = hold.num_cached * self._size
+        self.counters.hit_tokens += job.usage.hbm_tokens
+
+    # ---- compute
+
+    def _prefill_one(self) -> None:
+        for job in self.running:
+            if job.num_pending > 1 or (job.request.plan and job.num_computed < job.num_prompt):
+                span = self._next_span(job)
+                if self._make_room(job, span[1]):
+                    logits = self._executor.prefill(self._work(job, span))
+                    self._computed(job, span)
+                    if job.num_pending == 0:
+                        self._advance(job, job.sampler.choose(logits))
+                return
+
+    def _next_span(self, job: Job) -> Span:
+        planned = planned_span(job.request.plan, job.num_computed) if job.request.plan else None
+        if planned is not None and planned[1] <= len(job.tokens):
+            return planned
+        return next_span(job.num_computed, len(job.tokens), self._config.chunk_tokens)
+
+    def _work(self, job: Job, span: Span) -> Work:
+        assert job.hold is not None
+        return Work(job.tokens[span[0] : span[1]], span[0], job.hold.slots)
+
+    def _decode_all(self) -> None:
+        ready: list[Job] = []
+        for job in list(self.running):  # oldest first; making room for one may preempt a younger one
+            if job.state == State.RUNNING and job.num_pending == 1 and self._make_room(job, len(job.tokens)):
+                ready.append(job)
+        ready = [job for job in ready if job.state == State.RUNNING]
+        if not ready:
+            return
+        spans = [(job.num_computed, job.num_computed + 1) for job in ready]
+        logits = self._executor.decode([self._work(job, span) for job, span in zip(ready, spans, strict=True)])
+        for job, span, row in zip(ready, spans, logits, strict=True):
+            self._computed(job, span)
+            self._advance(job, job.sampler.choose(row))
+
+    def _computed(self, job: Job, span: Span) -> None:
+        """KV of `span` is in the pool: remember how it came, seal what became full."""
+        hold = job.hold
+        assert hold is not None
+        self._computed_something = True
+        self.counters.computed_tokens += span[1] - span[0]
+        job.num_computed = span[1]
+        if job.spans is not None:
+            job.spans.append(span)
+        if not job.request.use_cache:
+            return
+        while (hold.num_sealed + 1) * self._size <= job.num_computed:
+            self.plans.note(job.chain.hash_at(hold.num_sealed), hold.num_sealed, job.spans)
+            self.hbm.adopt(hold, job.chain)
+
+    def _advance(self, job: Job, token: int) -> None:
+        """One more token of output."""
+        if not job.usage.first_token_ns:
+            job.usage.first_token_ns = self._clock()
+            self.counters.note_ttft(job.usage)
+        job.tokens.append(token)
+        job.chain.extend([token])
+        job.usage.completion_tokens += 1
+        self.counters.generated_tokens += 1
+        sampling = job.request.sampling
+        ended = token in self._eos and not sampling.ignore_eos
+        text = "" if ended else job.stream.push(token)
+        if ended or job.stream.stopped:
+            self._end(job, FinishReason.STOP, text, (token,))
+        elif job.usage.completion_tokens >= sampling.max_tokens:
+            self._end(job, FinishReason.LENGTH, text, (token,))
+        else:
+            job.request.on_event(TokensEvent(text, (token,)))
+
+    # ---- room
+
+    def _make_room(self, job: Job, num_tokens: int) -> bool:
+        """Slots for the first `num_tokens` tokens; False when `job` must wait, or had to give way itself."""
+        assert job.hold is not None
+        while not self.hbm.borrow(job.hold, -(-num_tokens // self._size) - len(job.hold.slots)):
+            if self._others_hold():  # room is on its way
+                return False
+            youngest = self.running[-1]
+            assert len(self.running) > 1, "a request that fits the pool found no room in an empty one"
+            self._preempt(youngest)
+            if youngest is job:
+                return False
+        return True
+
+    def _others_hold(self) -> bool:
+        return bool(self.restoring or self.saving or self._num_claims)
+
+    def _preempt(self, job: Job) -> None:
+        """Offload, don't drop: the sequence comes back through restore."""
+        self.counters.num_preemptions += 1
+        job.usage.num_preemptions += 1
+        self.running.remove(job)
+        hold, job.hold = job.hold, None
+        assert hold is not None
+        self.hbm.drop_tail(hold, hold.num_sealed)
+        job.state = State.SAVING
+        self.saving.append(job)
+        self._offload(job, hold, lambda: self._saved(job))
+
+    def _saved(self, job: Job) -> None:
+        if job.state == State.SAVING:
+            self.saving.remove(job)
+            job.state = State.WAITING
+            job.num_computed = 0
+            self.waiting.appendleft(job)
+
+    def _offload(self, job: Job, hold: Hold, then: Callable[[], None]) -> None:
+        """Copy the sealed blocks down, then let go of the hold."""
+        if not self._has_store or not job.request.use_cache or not hold.num_sealed:
+            self.hbm.release(hold)
+            then()
+            return
+        self._num_claims += 1
+        session, chain, last, slots = job.request.session, job.chain.copy(), hold.num_sealed, list(hold.slots)
+
+        def done(held: int | None) -> None:
+            self._num_claims -= 1
+            self.counters.note_offload(held, last)
+            self.hbm.release(hold)
+            then()
+
+        call = lambda: self._store.offload(session, chain, last, self._pool, slots, self._durability)  # noqa: E731
+        self.transfers.write(session or job.request.id, call, done)
+
+    # ---- ends
+
+    def _end(self, job: Job, reason: str, text: str = "", tokens: Sequence[int] = ()) -> None:
+        """Take a job out, wherever it is, and tell its owner."""
+        self._take_out(job)
+        text += "" if job.stream.stopped else job.stream.finish()
+        if text or tokens:
+            job.request.on_event(TokensEvent(text, tuple(tokens)))
+        plan = tuple(job.spans) if job.spans is not None else None
+        self.counters.note_end(reason, job.usage)
+        turn_end = job.request.on_end(job.stream.text)
+        hold, job.hold, job.state = job.hold, None, State.DONE
+        if hold is not None:
+            self.hbm.drop_tail(hold, hold.num_sealed)
+            self._offload(job, hold, lambda: None)
+        self._end_turn(job, turn_end)
+        job.request.on_event(EndEvent(reason, job.usage, tuple(job.output), job.stream.text, plan))
+
+    def _take_out(self, job: Job) -> None:
+        if job.state == State.RESTORING:
+            self._abandon_restore(job)
+        elif job.state == State.RUNNING:
+            self.running.remove(job)
+        elif job.state == State.SAVING:
+            self.saving.remove(job)
+        elif job.state == State.WAITING:
+            self.waiting.remove(job)
+
+    # ---- sessions
+
+    def _begin_turn(self, session: str) -> None:
+        if session:
+            self.hbm.open(session)
+            kind = self.contexts.begin_turn(session)
+            self.hbm.signal(session, kind)
+            self._write(session, lambda: self._store.signal(session, kind))
+
+    def _end_turn(self, job: Job, end: TurnEnd) -> None:
+        session = job.request.session
+        if not session or session not in self.contexts:
+            return
+        kind = SignalKind.TOOL_START if end.tool else SignalKind.TURN_END
+        self.contexts.end_turn(session, job.chain, end.tool)
+        try:
+            self.hbm.signal(session, kind, end.tool, end.expected_s)
+        except KVStoreError:  # ended by its owner meanwhile
+            return
+        self._write(session, lambda: self._store.signal(session, kind, end.tool, end.expected_s))
+
+    def _write(self, session: str, call: Callable[[], None]) -> None:
+        if self._has_store:
+            self.transfers.write(session, call, lambda _: None)

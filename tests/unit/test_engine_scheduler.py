@@ -1,0 +1,337 @@
+"""Continuous batching, restore, preemption, ends. The scheduler is driven turn by turn in the test's own thread."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from kvstore.core.hashing import TokenChain
+from kvstore.errors import LimitExceeded
+from kvstore_engine.config import EngineConfig
+from kvstore_engine.executor import Executor
+from kvstore_engine.hbm import HbmTable
+from kvstore_engine.pool import KVPool
+from kvstore_engine.sampling import SamplingParams
+from kvstore_engine.scheduler import Scheduler
+from kvstore_engine.sequence import EndEvent, Request, RequestEvent, Span, TurnEnd
+from kvstore_engine.store import ContextStore, NullStore
+from kvstore_engine.testing import MemoryStore, tiny_config, tiny_model
+
+GREEDY = SamplingParams(max_tokens=5, ignore_eos=True)
+
+
+class Rig:
+    """A scheduler with a tiny model, and a clock that the test can push."""
+
+    def __init__(self, store: ContextStore | None = None, slots: int = 64, **changes: object) -> None:
+        self.config: EngineConfig = tiny_config(**changes)
+        model = tiny_model(self.config)
+        self.pool = KVPool(model.keyspace, slots * model.keyspace.slot_bytes, model.device)
+        executor = Executor(model, self.pool, self.config.max_batch, 1)
+        self.ahead_ns = 0
+        clock = lambda: time.monotonic_ns() + self.ahead_ns  # noqa: E731
+        self.hbm = HbmTable(self.pool, "leaf-lru", clock)
+        self.store = store or NullStore()
+        self.scheduler = Scheduler(self.config, executor, self.hbm, self.store, None, model.eos_ids, clock)
+        self.events: dict[str, list[RequestEvent]] = {}
+
+    def submit(
+        self,
+        name: str,
+        ids: list[int],
+        sampling: SamplingParams = GREEDY,
+        session: str = "",
+        use_cache: bool = True,
+        plan: tuple[Span, ...] | None = None,
+        tool: str = "",
+    ) -> None:
+        seen = self.events[name] = []
+        on_end = lambda text: TurnEnd(tool)  # noqa: E731
+        request = Request(name, ids, sampling, seen.append, session, on_end, use_cache=use_cache, plan=plan)
+        self.scheduler.submit(request)
+
+    def end_of(self, name: str) -> EndEvent | None:
+        last = self.events[name][-1] if self.events[name] else None
+        return last if isinstance(last, EndEvent) else None
+
+    def run(self, *names: str) -> list[EndEvent]:
+        """Turn until all named requests have ended."""
+        for _ in range(2_000):
+            ends = [self.end_of(name) for name in names]
+            if all(ends):
+                return [e for e in ends if e is not None]
+            self.scheduler.turn(0.05)
+        raise AssertionError(f"no end of {names}")
+
+    def settle(self) -> None:
+        """Turn until no transfer runs; then nothing may be claimed."""
+        for _ in range(2_000):
+            if self.scheduler.quiet:
+                self.scheduler.turn()
+                break
+            self.scheduler.turn(0.05)
+        assert self.hbm.num_holds == 0
+        self.hbm.machine.check_invariants()
+
+    def forget(self) -> None:
+        """Empty the pool's cache by computing something else through all of it."""
+        self.settle()
+        self.submit("filler", ids_of(self.pool.num_slots * 16 - 1, seed=99), SamplingParams(max_tokens=1))
+        self.run("filler")
+        self.settle()
+
+
+def ids_of(n: int, seed: int = 1) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, 512) for _ in range(n)]
+
+
+def alone(ids: list[int], sampling: SamplingParams = GREEDY, **changes: object) -> tuple[int, ...]:
+    """What a fresh engine says."""
+    rig = Rig(**changes)
+    rig.submit("a", ids, sampling)
+    (end,) = rig.run("a")
+    rig.scheduler.close()
+    return end.tokens
+
+
+def test_eight_together_say_what_each_says_alone() -> None:
+    rig = Rig()
+    prompts = {f"r{i}": ids_of(10 + 23 * i, seed=i) for i in range(8)}
+    for name, ids in prompts.items():
+        rig.submit(name, ids)
+    ends = rig.run(*prompts)
+    for end, ids in zip(ends, prompts.values(), strict=True):
+        assert end.tokens == alone(ids)
+        assert end.reason == "length"
+    rig.settle()
+
+
+def test_second_request_hits_the_first_ones_blocks() -> None:
+    rig = Rig()
+    ids = ids_of(100)
+    rig.submit("a", ids)
+    (first,) = rig.run("a")
+    rig.submit("b", ids)
+    (second,) = rig.run("b")
+    assert second.tokens == first.tokens
+    assert (first.usage.hbm_tokens, second.usage.hbm_tokens) == (0, 96)
+    assert second.usage.computed_tokens == 4
+    rig.settle()
+
+
+def test_a_whole_cached_prompt_still_computes_its_last_token() -> None:
+    rig = Rig()
+    ids = ids_of(64)
+    for name in ("a", "b"):
+        rig.submit(name, ids)
+    first, second = rig.run("a", "b")
+    rig.submit("c", ids)
+    (third,) = rig.run("c")
+    assert third.usage.hbm_tokens == 48
+    assert first.tokens == second.tokens == third.tokens
+
+
+@pytest.mark.parametrize("tier", ["dram", "nvme"])
+def test_restored_turn_says_what_a_fresh_one_says(tier: str) -> None:
+    store = MemoryStore()
+    store.tier = tier
+    rig = Rig(store, slots=16)
+    ids = ids_of(100)
+    rig.submit("a", ids, session="s", tool="bash")
+    (first,) = rig.run("a")
+    rig.forget()
+    longer = [*ids, *first.tokens, *ids_of(10, seed=5)]
+    rig.submit("b", longer, session="s")
+    (second,) = rig.run("b")
+    assert second.usage.hbm_tokens == 0
+    restored = second.usage.nvme_tokens if tier == "nvme" else second.usage.dram_tokens
+    assert restored == second.usage.cached_tokens == 96
+    assert second.plan is not None
+    fresh = Rig()
+    fresh.submit("c", longer, use_cache=False, plan=second.plan)
+    assert fresh.run("c")[0].tokens == second.tokens
+    rig.settle()
+    assert store.num_live_leases == 0
+    kinds = [kind for session, kind, _ in store.signals if session == "s"]
+    assert kinds == ["TURN_START", "TOOL_START", "TOOL_END", "TURN_END"]
+
+
+def test_a_rotten_block_shortens_the_prefix() -> None:
+    store = MemoryStore()
+    rig = Rig(store, slots=16)
+    ids = ids_of(100)
+    rig.submit("a", ids)
+    (first,) = rig.run("a")
+    rig.forget()
+    store.rotten = {2}
+    rig.submit("b", ids)
+    (second,) = rig.run("b")
+    assert second.usage.dram_tokens == 32
+    assert second.tokens == first.tokens
+    rig.settle()
+
+
+def test_a_failing_store_is_a_miss() -> None:
+    store = MemoryStore()
+    rig = Rig(store, slots=16)
+    ids = ids_of(100)
+    rig.submit("a", ids, session="s")
+    (first,) = rig.run("a")
+    rig.forget()
+    store.fail = True
+    rig.submit("b", ids, session="s")
+    (second,) = rig.run("b")
+    assert second.usage.cached_tokens == 0
+    assert second.tokens == first.tokens
+    rig.settle()
+
+
+def test_a_late_restore_is_given_up_and_its_slots_stay_claimed() -> None:
+    store = MemoryStore()
+    rig = Rig(store, slots=20)
+    ids = ids_of(100)
+    rig.submit("a", ids)
+    (first,) = rig.run("a")
+    rig.forget()
+    store.gate.clear()
+    rig.submit("b", ids)
+    while not rig.scheduler.restoring or rig.scheduler.restoring[0].store_lease is None:
+        rig.scheduler.turn(0.05)
+    rig.ahead_ns += 10 * 10**9
+    (second,) = rig.run("b")
+    assert second.usage.cached_tokens == 0
+    assert second.tokens == first.tokens
+    assert rig.scheduler.counters.num_restores_late == 1
+    assert not rig.scheduler.quiet
+    store.gate.set()
+    rig.settle()
+    assert store.num_live_leases == 0
+
+
+def test_others_compute_while_one_restores() -> None:
+    store = MemoryStore()
+    rig = Rig(store, slots=20)
+    ids = ids_of(100)
+    rig.submit("a", ids)
+    rig.run("a")
+    rig.forget()
+    store.gate.clear()
+    rig.submit("b", ids)
+    rig.submit("c", ids_of(40, seed=7), use_cache=False)
+    rig.run("c")
+    assert rig.end_of("b") is None
+    store.gate.set()
+    (end,) = rig.run("b")
+    assert end.usage.dram_tokens == 96
+
+
+@pytest.mark.parametrize("with_store", [True, False])
+def test_preemption_changes_nothing_in_what_is_said(with_store: bool) -> None:
+    store = MemoryStore()
+    rig = Rig(store if with_store else None, slots=16)
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+    prompts = {f"r{i}": ids_of(60, seed=i) for i in range(4)}
+    for name, ids in prompts.items():
+        rig.submit(name, ids, sampling)
+    ends = rig.run(*prompts)
+    assert rig.scheduler.counters.num_preemptions > 0
+    if with_store:
+        assert rig.scheduler.counters.restored_blocks_dram > 0
+    for end, ids in zip(ends, prompts.values(), strict=True):
+        assert end.tokens == alone(ids, sampling)
+    rig.settle()
+
+
+def test_sampling_depends_on_the_seed_only() -> None:
+    sampling = SamplingParams(max_tokens=12, temperature=1.0, top_p=0.9, seed=11, ignore_eos=True)
+    other = SamplingParams(max_tokens=12, temperature=1.0, top_p=0.9, seed=12, ignore_eos=True)
+    ids = ids_of(30)
+    rig = Rig()
+    for name, chosen in (("a", sampling), ("b", other), ("c", sampling)):
+        rig.submit(name, ids, chosen)
+    a, b, c = rig.run("a", "b", "c")
+    assert a.tokens == c.tokens == alone(ids, sampling)
+    assert a.tokens != b.tokens
+
+
+def test_cancel_at_every_stage_leaves_nothing_behind() -> None:
+    for turns in range(12):
+        store = MemoryStore()
+        rig = Rig(store, slots=16)
+        rig.submit("a", ids_of(60))
+        rig.run("a")
+        rig.submit("b", ids_of(120))
+        for _ in range(turns):
+            rig.scheduler.turn()
+        rig.scheduler.cancel("b")
+        (end,) = rig.run("b")
+        assert end.reason in ("cancelled", "length")
+        rig.settle()
+        assert store.num_live_leases == 0
+
+
+def test_deadline_ends_a_request() -> None:
+    rig = Rig()
+    rig.submit("a", ids_of(100), SamplingParams(max_tokens=900, ignore_eos=True))
+    rig.scheduler.turn()
+    rig.ahead_ns += 601 * 10**9
+    (end,) = rig.run("a")
+    assert end.reason == "timeout"
+    rig.settle()
+
+
+def test_a_full_queue_refuses() -> None:
+    rig = Rig(max_queue=2)
+    rig.submit("a", ids_of(10))
+    rig.submit("b", ids_of(10))
+    with pytest.raises(LimitExceeded, match="max_queue"):
+        rig.submit("c", ids_of(10))
+    rig.run("a", "b")
+
+
+def test_fork_shares_the_parents_blocks() -> None:
+    rig = Rig()
+    ids = ids_of(64)
+    rig.submit("a", ids, session="parent")
+    rig.run("a")
+    rig.scheduler.fork_session("parent", "child")
+    rig.submit("b", [*ids, 3, 4, 5], session="child")
+    (second,) = rig.run("b")
+    assert second.usage.hbm_tokens == 64
+    rig.scheduler.end_session("child")
+    rig.scheduler.end_session("parent")
+    rig.settle()
+
+
+def test_plans_put_a_context_together_again() -> None:
+    """Blocks computed by different requests with different cuts: the plan names them all, and replaying it gives the
+    same tokens.
+    """
+    rig = Rig()
+    ids = ids_of(150)
+    rig.submit("a", ids[:70])
+    rig.run("a")
+    rig.submit("b", ids[:120])
+    rig.run("b")
+    rig.submit("c", ids)
+    (end,) = rig.run("c")
+    assert end.plan is not None
+    assert end.plan[:5] == ((0, 32), (32, 64), (64, 96), (96, 120), (112, 128))
+    fresh = Rig()
+    fresh.submit("d", ids, use_cache=False, plan=end.plan)
+    (again,) = fresh.run("d")
+    assert again.tokens == end.tokens
+    assert again.usage.cached_tokens == 0
+
+
+def test_chain_of_a_session_is_the_chain_of_its_tokens() -> None:
+    rig = Rig()
+    ids = ids_of(50)
+    rig.submit("a", ids, session="s")
+    (end,) = rig.run("a")
+    chain = TokenChain(rig.pool.keyspace)
+    chain.extend([*ids, *end.tokens])
+    assert rig.scheduler.contexts.chain("s", [*ids, *end.tokens]).hash_at(2) == chain.hash_at(2)
