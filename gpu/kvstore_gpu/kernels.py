@@ -200,6 +200,10 @@ class HostKernels(_SourceKernels):
         self._library = ctypes.CDLL(str(build.host_library()))
         self._library.kv_host_offences.restype = ctypes.c_uint64
 
+    def backwards(self, on: bool) -> None:
+        """Run the threads of each phase in the opposite order: the results must not depend on it."""
+        self._library.kv_host_backwards(int(on))
+
     def offences(self) -> int:
         """16-byte accesses since the last call that a device would have refused."""
         return int(self._library.kv_host_offences())

@@ -11,9 +11,12 @@ from kvstore_gpu.kernels import HostKernels
 torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session")
-def host_kernels() -> HostKernels:
+@pytest.fixture(scope="session", params=[False, True], ids=["forwards", "backwards"])
+def host_kernels(request: pytest.FixtureRequest) -> HostKernels:
+    """Kernels on the host, their threads in either order."""
     try:
-        return HostKernels()
+        kernels = HostKernels()
     except Unavailable as error:
         pytest.skip(str(error))
+    kernels.backwards(request.param)
+    return kernels

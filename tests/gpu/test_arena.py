@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore_gpu.arena import Arena, PoolSpec
-from kvstore_gpu.errors import LayoutError, Unavailable
+from kvstore_gpu.errors import DriverError, LayoutError, Unavailable
 from kvstore_gpu.pinned import PinnedBuffer, StagingRing
-from kvstore_gpu.streams import Copies, HostBuffer, move_on_host
+from kvstore_gpu.streams import Copies, CudaBackend, HostBuffer, move_on_host
 from kvstore_gpu.testing import FakeBackend
 
 SPEC = PoolSpec(num_slots=6, num_slices=3, slice_bytes=3000)
@@ -267,3 +267,24 @@ def test_cutting_keeps_the_bytes_and_crosses_no_border(data: st.DataObject) -> N
             b for at, n in zip(here.tolist(), parts.sizes.tolist(), strict=True) for b in range(at, at + n)
         )
         assert bytes_moved == sorted(b for at, n in zip(starts, sizes, strict=True) for b in range(at, at + n))
+
+
+class RefuseAll:
+    """A driver in a container without a memlock limit to speak of."""
+
+    def enter(self) -> None:
+        """Nothing to enter."""
+
+    def register_host(self, address: int, num_bytes: int) -> None:
+        raise DriverError("cuMemHostRegister_v2", 2, "out of memory")
+
+
+def test_memory_that_cant_be_pinned_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    arena, memory = Arena.create(SPEC), np.zeros(8192, dtype=np.uint8)
+    assert arena.pin(memory) is None
+    assert not caplog.records
+    arena.backend = object.__new__(CudaBackend)
+    arena.backend.driver = RefuseAll()  # type: ignore[assignment]
+    assert arena.pin(memory) is None
+    assert "RLIMIT_MEMLOCK" in caplog.text
+    assert "staging ring" in caplog.text

@@ -9,11 +9,14 @@
 //   2. thread (block, lane): sum over the 16 stripes                                                     -> sums
 //   3. 8 threads: acc = scramble(acc + sums[block]), block after block
 //
+// The stripes after the last whole block go the same way, without the scramble; the last 64 bytes are added at the end.
+//
 // Other thread blocks of the same multiprocessor fill the short serial phase.
 #include "portable.cuh"
 
 #define KV_XXH_THREADS 128u
 #define KV_TILE_BLOCKS 16u
+#define KV_TILE_STRIPES 256u
 #define KV_XXH_BLOCK 1024ull
 
 #define KV_P32_1 0x9E3779B1ull
@@ -106,16 +109,28 @@ KV_DEVICE u64 kv_xxh_short(const u8 *p, u32 n) {
     return n <= 16 ? kv_xxh_to16(p, n) : n <= 128 ? kv_xxh_to128(p, n) : kv_xxh_to240(p, n);
 }
 
-// Phase 1: thread t always has the same stripe and lane pair, so its two secret words stay in registers.
-KV_DEVICE void kv_tile_terms(const u8 *tile, u32 blocks, u32 t, u64 (*partial)[2][KV_XXH_THREADS]) {
+// Phase 1: thread t always has the same stripe of a block and the same lane pair, so its two secret words stay in
+// registers. All loads are under way before the first is used; what lies past the last stripe counts as nothing.
+KV_DEVICE void kv_tile_terms(const u8 *tile, u32 stripes, u32 t, u64 (*partial)[2][KV_XXH_THREADS]) {
     const u32 stripe = t % 64 / 4, pair = t % 4;
     const u64 key0 = kv_secret[stripe + 2 * pair], key1 = kv_secret[stripe + 2 * pair + 1];
+    const u8 *mine = tile + t / 64 * KV_XXH_BLOCK + t % 64 * 16;
+    const u32 first = t / 64 * 16 + stripe;
+    ulonglong2 d[KV_TILE_BLOCKS / 2];
+    if (kv_aligned(tile, 16)) {
+        KV_UNROLL
+        for (u32 k = 0; k < KV_TILE_BLOCKS / 2; ++k)
+            if (first + 32 * k < stripes) d[k] = kv_load16(mine + 2 * KV_XXH_BLOCK * k);
+    } else {
+        KV_UNROLL
+        for (u32 k = 0; k < KV_TILE_BLOCKS / 2; ++k)
+            if (first + 32 * k < stripes) d[k] = kv_load16_any(mine + 2 * KV_XXH_BLOCK * k);
+    }
+    KV_UNROLL
     for (u32 k = 0; k < KV_TILE_BLOCKS / 2; ++k) {
-        const u32 block = 2 * k + t / 64;
-        if (block >= blocks) break;
-        const ulonglong2 d = kv_load16_any(tile + block * KV_XXH_BLOCK + t % 64 * 16);
-        partial[k][0][t] = kv_term(d.x ^ key0) + d.y;
-        partial[k][1][t] = kv_term(d.y ^ key1) + d.x;
+        const bool there = first + 32 * k < stripes;
+        partial[k][0][t] = there ? kv_term(d[k].x ^ key0) + d[k].y : 0;
+        partial[k][1][t] = there ? kv_term(d[k].y ^ key1) + d[k].x : 0;
     }
 }
 
@@ -124,22 +139,25 @@ KV_DEVICE u64 kv_tile_sum(u32 t, u64 (*partial)[2][KV_XXH_THREADS]) {
     const u32 block = t / 8, half = t % 2, pair = t % 8 / 2;
     const u32 turn = half + 2 * (block % 2);
     u64 sum = 0;
+    KV_UNROLL
     for (u32 s = 0; s < 16; ++s) sum += partial[block / 2][half][block % 2 * 64 + (s + turn) % 16 * 4 + pair];
     return sum;
 }
 
-KV_DEVICE u64 kv_scramble(u64 acc, u32 lane) { return (acc ^ acc >> 47 ^ kv_secret[16 + lane]) * KV_P32_1; }
-
-KV_DEVICE u64 kv_lane_term(const u8 *stripe, u32 lane, u32 secret) {
-    const u64 keyed = kv_bytes(stripe + 8 * lane, 8) ^ kv_secret_at(secret + 8 * lane);
-    return kv_bytes(stripe + 8 * (lane ^ 1), 8) + kv_term(keyed);
+// Phase 3: only whole blocks are scrambled.
+KV_DEVICE u64 kv_chain(u64 acc, u32 lane, u32 stripes, const u64 (*sums)[8]) {
+    for (u32 b = 0; 16 * b < stripes; ++b) {
+        acc += sums[b][lane];
+        if (16 * (b + 1) <= stripes) acc = (acc ^ acc >> 47 ^ kv_secret[16 + lane]) * KV_P32_1;
+    }
+    return acc;
 }
 
-// What is left after the last whole block: whole stripes, then the last 64 bytes once more under their own secret.
-KV_DEVICE u64 kv_tail_terms(const u8 *p, u64 n, u64 done, u32 lane) {
-    u64 sum = kv_lane_term(p + n - 64, lane, 192 - 64 - 7);
-    for (u32 s = 0; s < (n - 1 - done) / 64; ++s) sum += kv_lane_term(p + done + 64 * s, lane, 8 * s);
-    return sum;
+// The last 64 bytes once more, under their own secret.
+KV_DEVICE u64 kv_last_term(const u8 *p, u64 n, u32 lane) {
+    const u8 *stripe = p + n - 64;
+    return kv_load8_any(stripe + 8 * (lane ^ 1)) +
+           kv_term(kv_load8_any(stripe + 8 * lane) ^ kv_secret_at(192 - 64 - 7 + 8 * lane));
 }
 
 KV_DEVICE u64 kv_merge(const u64 *acc, u64 n) {
@@ -155,29 +173,25 @@ KV_KERNEL kv_checksum(const u8 *base, const u64 *offsets, u32 num_items, u32 num
     KV_SHARED u64 partial[KV_TILE_BLOCKS / 2][2][KV_XXH_THREADS];
     KV_SHARED u64 sums[KV_TILE_BLOCKS][8];
     KV_SHARED u64 acc[8];
-    const u64 whole_blocks = slice_bytes > 240 ? (slice_bytes - 1) / KV_XXH_BLOCK : 0;
+    const u64 all_stripes = slice_bytes > 240 ? (slice_bytes - 1) / 64 : 0;
     for (u64 i = blockIdx.x; i < (u64)num_items * num_slices; i += gridDim.x) {
         const u8 *p = base + offsets[i / num_slices] + i % num_slices * slice_bytes;
         KV_EACH_THREAD(t) {
             if (t < 8) acc[t] = kv_xxh_start[t];
         }
-        for (u64 first = 0; first < whole_blocks; first += KV_TILE_BLOCKS) {
-            const u64 left = whole_blocks - first;
-            const u32 blocks = left < KV_TILE_BLOCKS ? (u32)left : KV_TILE_BLOCKS;
-            KV_EACH_THREAD(t) { kv_tile_terms(p + first * KV_XXH_BLOCK, blocks, t, partial); }
+        for (u64 first = 0; first < all_stripes; first += KV_TILE_STRIPES) {
+            const u64 left = all_stripes - first;
+            const u32 stripes = left < KV_TILE_STRIPES ? (u32)left : KV_TILE_STRIPES;
+            KV_EACH_THREAD(t) { kv_tile_terms(p + 64 * first, stripes, t, partial); }
+            KV_SYNC();
+            KV_EACH_THREAD(t) { sums[t / 8][t % 8] = kv_tile_sum(t, partial); }
             KV_SYNC();
             KV_EACH_THREAD(t) {
-                if (t / 8 < blocks) sums[t / 8][t % 8] = kv_tile_sum(t, partial);
-            }
-            KV_SYNC();
-            KV_EACH_THREAD(t) {
-                for (u32 b = 0; t < 8 && b < blocks; ++b) acc[t] = kv_scramble(acc[t] + sums[b][t], t);
+                if (t < 8) acc[t] = kv_chain(acc[t], t, stripes, sums);
             }
         }
-        KV_SYNC();
         KV_EACH_THREAD(t) {
-            if (t < 8 && slice_bytes > 240)
-                acc[t] += kv_tail_terms(p, slice_bytes, whole_blocks * KV_XXH_BLOCK, t);
+            if (t < 8 && slice_bytes > 240) acc[t] += kv_last_term(p, slice_bytes, t);
         }
         KV_SYNC();
         KV_EACH_THREAD(t) {

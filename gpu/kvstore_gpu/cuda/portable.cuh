@@ -14,6 +14,7 @@
 #define KV_CONSTANT static __device__ __constant__
 #define KV_SYNC() __syncthreads()
 #define KV_EACH_THREAD(t) for (unsigned t = threadIdx.x, kv_once = 1; kv_once; kv_once = 0)
+#define KV_UNROLL _Pragma("unroll")
 #define KV_TOUCH(p) (p)
 
 #else
@@ -36,11 +37,12 @@ KV_DEVICE u64 kv_bytes(const u8 *p, u32 n) {
     return v;
 }
 
-// 16 bytes from any address.
+// From any address.
+KV_DEVICE u64 kv_load8_any(const u8 *p) { return kv_aligned(p, 8) ? *(const u64 *)p : kv_bytes(p, 8); }
+
 KV_DEVICE ulonglong2 kv_load16_any(const u8 *p) {
-    if (kv_aligned(p, 16)) return kv_load16(p);
     ulonglong2 v;
-    v.x = kv_aligned(p, 8) ? *(const u64 *)p : kv_bytes(p, 8);
-    v.y = kv_aligned(p, 8) ? *(const u64 *)(p + 8) : kv_bytes(p + 8, 8);
+    v.x = kv_load8_any(p);
+    v.y = kv_load8_any(p + 8);
     return v;
 }
