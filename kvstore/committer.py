@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
-from kvstore.errors import KVStoreError, TransferError
+from kvstore.errors import KVStoreError, TransferError, Unavailable
 from kvstore.tiers.index_lmdb import BlockIndex, Entry
 
 log = logging.getLogger(__name__)
@@ -29,9 +30,6 @@ class Committer:
         self._rows: Rows = {}
         self._tokens: list[object] = []
         self._sync = False
-        self._num_queued = 0
-        self._num_committed = 0
-        self._error: KVStoreError | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._loop, name="kvstore-committer", daemon=True)
         self._thread.start()
@@ -60,17 +58,16 @@ class Committer:
 
     def flush(self, sync: bool = False) -> None:
         """Wait until everything queued before is committed (and on stable storage). Raises the error of its group."""
+        waiting: Future[None] = Future()
         with self._condition:
+            if self._closed:
+                raise Unavailable("index: is closing; retry later")
             self._sync = self._sync or sync
-            self._queue(None)
-            mine = self._num_queued
-            self._condition.wait_for(lambda: self._num_committed >= mine or not self._thread.is_alive())
-            if self._error is not None:
-                raise self._error
+            self._queue(waiting)
+        waiting.result()
 
     def _queue(self, token: object) -> None:
         self._tokens.append(token)
-        self._num_queued += 1
         self._condition.notify_all()
 
     def _loop(self) -> None:
@@ -81,32 +78,24 @@ class Committer:
                     return
                 changes, rows, tokens, sync = self._changes, self._rows, self._tokens, self._sync
                 self._changes, self._rows, self._tokens, self._sync = {}, {}, [], False
-                upto = self._num_queued
-            error = self._commit(changes, rows, sync)
-            try:
-                self._done(tokens, error)
-            except Exception:
-                log.exception("completion of a commit failed")
-            with self._condition:
-                self._num_committed, self._error = upto, error
-                self._condition.notify_all()
+            self._carry_out(changes, rows, tokens, sync)
 
-    def _commit(self, changes: dict[bytes, Entry | None], rows: Rows, sync: bool) -> KVStoreError | None:
+    def _carry_out(self, changes: dict[bytes, Entry | None], rows: Rows, tokens: list[object], sync: bool) -> None:
+        """Blocks first, and their producers hear of nothing but them: what is committed must never be called failed,
+        or its slot would be given away with the record still there."""
+        puts = [e for e in changes.values() if e is not None]
+        gone = [k for k, e in changes.items() if e is None]
+        error = _try(lambda: self._index.commit(puts, gone)) if changes else None
+        late = _try(lambda: self._index.put_sessions(rows)) if rows else None
+        if sync:
+            late = _try(self._index.sync) or late
         try:
-            if changes:
-                puts = [e for e in changes.values() if e is not None]
-                self._index.commit(puts, [k for k, e in changes.items() if e is None])
-            if rows:
-                self._index.put_sessions(rows)
-            if sync:
-                self._index.sync()
-        except KVStoreError as error:
-            log.warning("commit failed: %s", error)
-            return error
-        except Exception as error:
-            log.exception("commit failed unexpectedly")
-            return TransferError(f"index: commit failed: {error}")
-        return None
+            self._done([t for t in tokens if t is not None and not isinstance(t, Future)], error)
+        except Exception:
+            log.exception("completion of a commit failed")
+        for token in tokens:
+            if isinstance(token, Future):
+                _settle(token, error or late)
 
     def close(self) -> None:
         """Commit what is queued and stop."""
@@ -114,3 +103,22 @@ class Committer:
             self._closed = True
             self._condition.notify_all()
         self._thread.join()
+
+
+def _try(work: Callable[[], None]) -> KVStoreError | None:
+    try:
+        work()
+    except KVStoreError as error:
+        log.warning("%s", error)
+        return error
+    except Exception as error:
+        log.exception("commit failed unexpectedly")
+        return TransferError(f"index: commit failed: {error}")
+    return None
+
+
+def _settle(waiting: Future[None], error: KVStoreError | None) -> None:
+    if error is None:
+        waiting.set_result(None)
+    else:
+        waiting.set_exception(error)

@@ -29,6 +29,7 @@ class Metrics:
         self._evictions = self._counter("evictions", "Copies that left a tier", ["tier", "reason"])
         self._failures = self._counter("failures", "Failures by kind", ["kind"])
         self._offloads = self._counter("sealed_blocks", "Blocks sealed by clients", [])
+        self._dropped = self._counter("dropped_blocks", "Blocks that found no room when a client offloaded them", [])
         self._rpc = Histogram(
             "kvstore_rpc_seconds", "Time in a call", ["method"], registry=self.registry, buckets=LATENCY_BUCKETS
         )
@@ -74,6 +75,11 @@ class Metrics:
     def sealed(self, num_blocks: int) -> None:
         """Blocks a client offloaded."""
         self._offloads.inc(num_blocks)
+
+    def dropped(self, num_blocks: int) -> None:
+        """Blocks an offload had to leave out."""
+        if num_blocks > 0:
+            self._dropped.inc(num_blocks)
 
     def rpc(self, method: str, seconds: float) -> None:
         """One call."""

@@ -1,14 +1,11 @@
-"""The one owner of a node's machine: carries out its commands and feeds completions back.
+"""The one owner of a node's machine: steps it under one lock, and hands its commands out.
 
-    caller threads --event--> [lock: machine.step] --Move--------> movers -> transfer engine --+
-                                     |  |  ^                                                   | written
-                                answers |  |  +---------------- MoveDone --------------+       v
-                                        |  +-----Unpublish, Sync, record puts---> [committer thread: LMDB groups]
-                                        +--notices--> journal (Watch), metrics
+    caller threads --event--> [lock: machine.step] --work--> hands (moves, index) --completions--> [lock: machine.step]
+                                     |
+                                     +--answers--> callers, futures
+                                     +--notices--> journal (Watch), metrics
 
-One thread commits to the durable index, in the order the machine commanded; what has piled up goes into one
-transaction. A put is queued only after its payload was written, so a record never precedes its bytes. Nothing here
-waits while holding the lock.
+Nothing waits while holding the lock.
 """
 
 from __future__ import annotations
@@ -17,54 +14,59 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
-from kvstore.committer import Committer
 from kvstore.config import ServiceConfig
 from kvstore.core import commands, events
 from kvstore.core.blocks import Block
-from kvstore.core.commands import Command, Location
+from kvstore.core.commands import Command, Location, ReserveStatus
 from kvstore.core.eviction import make_policy
 from kvstore.core.keyspace import Keyspace
 from kvstore.core.machine import Machine
 from kvstore.core.record import NO_PARENT, Record
 from kvstore.core.state import Limits, TierConfig
-from kvstore.core.types import BlockHash, Durability, Hashes, HashList, KeyspaceId, LeaseId, OpId, SessionId, Slot, Tier
+from kvstore.core.types import BlockHash, Durability, Hashes, HashList, KeyspaceId, LeaseId, OpId, SessionId, Tier
 from kvstore.errors import (
-    ChecksumMismatch,
     InvalidField,
     KVStoreError,
     LayoutMismatch,
     LimitExceeded,
-    TierFull,
     Unavailable,
 )
+from kvstore.hands import Hands, Work
 from kvstore.journal import Journal
 from kvstore.metrics import Metrics, Rows
+from kvstore.records import Records
+from kvstore.recovery import recover
 from kvstore.tiers.arena import Arena, Huge
 from kvstore.tiers.datadir import DataDir
-from kvstore.tiers.index_lmdb import Entry, block_key
-from kvstore.tiers.transfer import Copy, CopyResult, File, Memory, Priority, TransferEngine
+from kvstore.tiers.files import Faults
+from kvstore.tiers.transfer import TransferEngine
 
 log = logging.getLogger(__name__)
 TICK_S = 0.1
 REVIVE_AFTER_S = 5.0
-TRANSFER_TIMEOUT_S = 60.0
-RECOVER_BATCH = 10_000
+STARVED_S = 10.0
+"""How long after a store found no room the node calls itself degraded."""
 _HUGE: dict[str, Huge] = {"auto": "auto", "on": "require", "off": "never"}
 _T = TypeVar("_T")
-Work = commands.Move | commands.Unpublish | commands.Sync | commands.SegmentFree
 
 
 class Runtime:
     """A node: machine, arena, data directory, hands. All methods are thread-safe.
 
-    `close` stops the hands; what was acknowledged as durable is on disk by then.
+    `faults` damages the files of the NVMe tier, for tests. `close` stops the hands; what was acknowledged as durable is
+    on disk by then.
     """
 
-    def __init__(self, config: ServiceConfig, progress: Callable[[int, int], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: ServiceConfig,
+        progress: Callable[[int, int], None] | None = None,
+        faults: Faults | None = None,
+    ) -> None:
         self.config = config
         self.metrics = Metrics()
         self.journal = Journal()
@@ -72,13 +74,12 @@ class Runtime:
         self._futures: dict[int, Future[Command]] = {}
         self._next_request = 1
         self._keyspaces: dict[KeyspaceId, Keyspace] = {}
-        self._records: dict[Block, Record] = {}
         self._dirty_sessions: set[SessionId] = set()
-        self._dead_since: float | None = None
+        self._starved_until = 0.0
         self._closing = threading.Event()
         self.more_gauges: Callable[[], Iterable[tuple[str, str, Rows]]] = tuple
         """What the server adds to the node's gauges."""
-        self.data = self._open_data(config)
+        self.data = self._open_data(config, faults)
         try:
             self.arena = Arena.create(config.dram_bytes, _HUGE[config.huge_pages])
         except BaseException:
@@ -88,16 +89,16 @@ class Runtime:
         self.boot_epoch = self.data.boot_epoch if self.data is not None else time.time_ns() & (2**63 - 1)
         self.machine = Machine(_tiers(config, self.data), _limits(config), notices=True)
         self.engine = TransferEngine(config.io_threads)
-        self._movers = ThreadPoolExecutor(2, "kvstore-mover")
-        self._committer = Committer(self.data.index, self._committed) if self.data is not None else None
+        self.records = Records(self.machine, self.data.index if self.data is not None else None)
+        self.hands = Hands(self.arena, self.data, self.engine, self.records, self.metrics, self._step, self.read)
         if self.data is not None:
-            self._recover(self.data, progress)
+            self._keyspaces = recover(self.data, self.machine, self._step, progress)
         self.metrics.gauges(self._gauges)
         self._ticker = threading.Thread(target=self._tick_loop, name="kvstore-ticker", daemon=True)
         self._ticker.start()
 
     @staticmethod
-    def _open_data(config: ServiceConfig) -> DataDir | None:
+    def _open_data(config: ServiceConfig, faults: Faults | None) -> DataDir | None:
         if not config.nvme_bytes:
             return None
         return DataDir.open(
@@ -105,6 +106,7 @@ class Runtime:
             config.nvme_bytes,
             segment_bytes=config.segment_bytes,
             reserve_bytes=config.nvme_reserve_bytes,
+            faults=faults,
         )
 
     # ---- stepping
@@ -118,15 +120,13 @@ class Runtime:
         answers: list[Command] = []
         for command in self.machine.step(event, time.monotonic_ns()):
             if isinstance(command, Work):
-                self._send(command)
+                self.hands.send(command)
             elif isinstance(command, commands.Stored):
                 self.journal.stored(command)
             elif isinstance(command, commands.Removed):
                 self._removed(command)
             elif isinstance(command, commands.Reserved | commands.Persisted):
-                future = self._futures.pop(command.request, None)
-                if future is not None:
-                    future.set_result(command)
+                self._answer(command)
             elif isinstance(command, commands.LeaseEnded):
                 self.metrics.failed("LeaseExpired")
             else:
@@ -135,23 +135,20 @@ class Runtime:
                 answers.append(command)
         return answers
 
-    def _send(self, command: Work) -> None:
-        if isinstance(command, commands.Move):
-            self._movers.submit(self._move, command)
-        elif isinstance(command, commands.Unpublish):
-            assert self._committer is not None
-            keys = [block_key(keyspace, block_hash) for keyspace, block_hash in command.blocks]
-            self._committer.delete(keys, command)
-        elif isinstance(command, commands.Sync):
-            self._movers.submit(self._sync, command)
-        elif self.data is not None:
-            self._movers.submit(self._drop_segment, self.data, command.index)
+    def _answer(self, command: commands.Reserved | commands.Persisted) -> None:
+        if isinstance(command, commands.Reserved) and ReserveStatus.FULL in command.statuses:
+            if self.data is not None:  # a node without NVMe may refuse what isn't worth its victim
+                self._starved_until = time.monotonic() + STARVED_S
+            self.metrics.dropped(command.statuses.count(ReserveStatus.FULL))
+        future = self._futures.pop(command.request, None)
+        if future is not None:
+            future.set_result(command)
 
     def _removed(self, command: commands.Removed) -> None:
         self.journal.removed(command)
         self.metrics.evicted(command.tier.label, command.reason)
         if command.tier == Tier.DRAM:
-            self._records.pop(command.block, None)
+            self.records.forget(command.block)
 
     def _deferred(self, make: Callable[[int], events.Event]) -> Future[Command]:
         """Step an event whose answer may come later."""
@@ -214,7 +211,7 @@ class Runtime:
         """Hold and locate blocks [first, last) of a leased path, with their records. The plan is cut at the first block
         whose record is gone."""
         plan = _only(self._step(events.Restore(lease, first, last)), commands.RestorePlan)
-        records = self._records_of(plan.places)
+        records = self.records.of(plan.places)
         good = next((i for i, r in enumerate(records) if r is None), len(records))
         for place in plan.places[good : good + 1]:
             log.warning("record of %r is missing", place.block)
@@ -222,16 +219,6 @@ class Runtime:
         for place in plan.places[:good]:
             self.metrics.hits(place.tier.label, 1)
         return plan.op, plan.places[:good], [r for r in records[:good] if r is not None]
-
-    def _records_of(self, places: Sequence[Location]) -> list[Record | None]:
-        with self._lock:
-            found = [self._records.get(p.block) for p in places]
-        missing = [i for i, r in enumerate(found) if r is None]
-        if missing and self.data is not None:
-            keys = [block_key(self.machine.space_of(places[i].block).id, places[i].block.hash) for i in missing]
-            for i, entry in zip(missing, self.data.index.get_many(keys), strict=True):
-                found[i] = entry.record if entry is not None else None
-        return found
 
     def restore_done(self, op: OpId, corrupt: tuple[int, ...], moved: dict[Tier, int]) -> None:
         """The client read the blocks; `corrupt` positions failed verification, `moved` are bytes out of each tier."""
@@ -271,10 +258,14 @@ class Runtime:
             for record in records:
                 self._check_record(blocks, record)
             for record in records:
-                self._records[blocks[record.hash]] = record
-            answer = _only(
-                self._step_locked(events.Seal(op, tuple(r.hash for r in records), tuple(failed))), commands.Sealed
-            )
+                self.records.keep(blocks[record.hash], record)
+            try:
+                answers = self._step_locked(events.Seal(op, tuple(r.hash for r in records), tuple(failed)))
+            except KVStoreError:
+                for record in records:
+                    self.records.forget(blocks[record.hash])
+                raise
+            answer = _only(answers, commands.Sealed)
         self.metrics.sealed(answer.num_blocks)
         self.metrics.moved(Tier.DRAM.label, "in", sum(r.payload_bytes for r in records))
         return answer.num_blocks
@@ -361,132 +352,6 @@ class Runtime:
         with self._lock:
             return query(self.machine)
 
-    # ---- hands
-
-    def _move(self, command: commands.Move) -> None:
-        """Mover thread: copy the items, then publish what was copied."""
-        started = time.monotonic()
-        failed: set[int] = set()
-        corrupt: set[int] = set()
-        dead = False
-        entries: dict[int, Entry] = {}
-        try:
-            copies = self._copies(command, failed, entries)
-            priority = Priority.READ if command.target < command.source else Priority.WRITE
-            results = self.engine.submit([c for _, c in copies], priority, TRANSFER_TIMEOUT_S).wait() if copies else []
-            dead = self._judge(command, [i for i, _ in copies], results, failed, corrupt)
-        except TierFull as error:
-            log.warning("%s is full: %s", command.target.label, error)
-            failed, dead = set(range(len(command.items))), command.target == Tier.NVME
-        except KVStoreError as error:
-            log.warning("move to %s failed: %s", command.target.label, error)
-            failed = set(range(len(command.items)))
-        except Exception:
-            log.exception("move to %s failed unexpectedly", command.target.label)
-            failed = set(range(len(command.items)))
-        self.metrics.move(command.source.label, command.target.label, time.monotonic() - started)
-        done = events.MoveDone(command.op, tuple(sorted(failed)), tuple(sorted(corrupt)), dead)
-        good = [entry for i, entry in entries.items() if i not in failed]
-        for entry in good:
-            self.metrics.moved(command.source.label, "out", entry.record.payload_bytes)
-            self.metrics.moved(command.target.label, "in", entry.record.payload_bytes)
-        if command.target == Tier.NVME and good and self._committer is not None:
-            self._committer.put(good, (command, done))
-        else:
-            self._move_ended(command, done)
-
-    def _copies(self, command: commands.Move, failed: set[int], entries: dict[int, Entry]) -> list[tuple[int, Copy]]:
-        places = [Location(item.block, command.source, item.source) for item in command.items]
-        copies = []
-        for index, (item, record) in enumerate(zip(command.items, self._records_of(places), strict=True)):
-            if record is None:
-                failed.add(index)
-                continue
-            entries[index] = Entry(record, item.target, item.block.share.size_class)
-            source = self._place(command.source, item.source, record, make=False)
-            target = self._place(command.target, item.target, record, make=True)
-            copies.append((index, Copy(source, target, record.payload_bytes, record.slice_bytes, record.checksums)))
-        return copies
-
-    def _place(self, tier: Tier, slot: Slot, record: Record, make: bool) -> Memory | File:
-        if tier == Tier.DRAM:
-            return Memory(self.arena.array, slot)
-        assert self.data is not None
-        return self.data.slab.place(slot, record.payload_bytes, make=make)
-
-    def _judge(
-        self,
-        command: commands.Move,
-        indices: list[int],
-        results: list[CopyResult],
-        failed: set[int],
-        corrupt: set[int],
-    ) -> bool:
-        """Sort outcomes; True when the target can't be written any more."""
-        dead = False
-        for index, result in zip(indices, results, strict=True):
-            if result.error is None:
-                continue
-            failed.add(index)
-            self.metrics.failed(type(result.error).__name__)
-            if isinstance(result.error, ChecksumMismatch):
-                corrupt.add(index)
-            elif isinstance(result.error, TierFull):
-                dead = True
-            elif not isinstance(result.error, Unavailable):
-                dead = dead or command.target == Tier.NVME
-            log.warning("%r: %s", command.items[index].block, result.error)
-        return dead
-
-    def _move_ended(self, command: commands.Move, done: events.MoveDone) -> None:
-        if command.target == Tier.DRAM:
-            self._keep_records(command, set(done.failed))
-        if done.tier_dead and self._dead_since is None:
-            self._dead_since = time.monotonic()
-            self.metrics.failed("tier_dead")
-        self._step(done)
-
-    def _keep_records(self, command: commands.Move, failed: set[int]) -> None:
-        places = [Location(item.block, command.source, item.source) for item in command.items]
-        for index, (place, record) in enumerate(zip(places, self._records_of(places), strict=True)):
-            if index not in failed and record is not None:
-                with self._lock:
-                    self._records[place.block] = record
-
-    def _committed(self, tokens: list[object], error: KVStoreError | None) -> None:
-        """Committer thread: a group is durable in the index, or isn't."""
-        for token in tokens:
-            if isinstance(token, commands.Unpublish):
-                self._step(events.UnpublishDone(token.op))
-            elif isinstance(token, tuple):
-                command, done = token
-                if error is not None:
-                    self.metrics.failed(type(error).__name__)
-                    done = events.MoveDone(done.op, tuple(range(len(command.items))), done.corrupt, True)
-                self._move_ended(command, done)
-
-    def _sync(self, command: commands.Sync) -> None:
-        ok = False
-        try:
-            if self.data is not None and self._committer is not None:
-                self.data.slab.sync()
-                self._committer.flush(sync=True)
-                ok = True
-        except KVStoreError as error:
-            log.warning("sync failed: %s", error)
-            self.metrics.failed(type(error).__name__)
-        self._step(events.SyncDone(command.op, ok))
-
-    def _drop_segment(self, data: DataDir, index: int) -> None:
-        with self._lock:
-            pool = self.machine.pool(Tier.NVME)
-            if pool is None or not pool.slots.is_free_segment(index):
-                return  # taken again meanwhile
-            try:
-                data.slab.drop_segment(index)
-            except (OSError, KVStoreError) as error:
-                log.warning("segment %d: %s", index, error)
-
     # ---- time
 
     def _tick_loop(self) -> None:
@@ -500,12 +365,14 @@ class Runtime:
         with self._lock:
             if self.machine.busy:
                 self._step_locked(events.Tick())
-            if self._dead_since is not None and time.monotonic() - self._dead_since > REVIVE_AFTER_S:
-                self._dead_since = None
+            self.hands.retry_deletes(self.machine)
+            dead_since = self.hands.dead_since
+            if dead_since is not None and time.monotonic() - dead_since > REVIVE_AFTER_S:
+                self.hands.dead_since = None
                 self._step_locked(events.TierAlive(Tier.NVME, True))
             rows = self._session_rows()
-        if rows and self._committer is not None:
-            self._committer.sessions(rows)
+        if rows and self.hands.committer is not None:
+            self.hands.committer.sessions(rows)
 
     def _session_rows(self) -> dict[str, dict[str, object] | None]:
         rows: dict[str, dict[str, object] | None] = {}
@@ -526,8 +393,9 @@ class Runtime:
 
     @property
     def health(self) -> str:
-        """ "serving", or "degraded" while a tier takes no writes."""
-        return "serving" if self._dead_since is None else "degraded"
+        """ "serving", or "degraded" while NVMe takes no writes, or stores find no room."""
+        degraded = self.hands.dead_since is not None or time.monotonic() < self._starved_until
+        return "degraded" if degraded else "serving"
 
     def _gauges(self) -> Iterable[tuple[str, str, Rows]]:
         with self._lock:
@@ -544,51 +412,10 @@ class Runtime:
             yield "sessions", "Open sessions", [({"state": a.name.lower()}, n) for a, n in counts.items()]
             yield "leases", "Live leases", [({}, self.machine.num_leases)]
             yield "operations", "Running operations", [({}, self.machine.num_ops)]
-            yield "healthy", "1 when serving", [({}, float(self._dead_since is None))]
+            yield "healthy", "1 when serving", [({}, float(self.health == "serving"))]
         yield from self.more_gauges()
 
     # ---- start and end
-
-    def _recover(self, data: DataDir, progress: Callable[[int, int], None] | None) -> None:
-        for keyspace_id, encoding in data.index.keyspaces().items():
-            try:
-                keyspace = Keyspace.decode(encoding)
-            except InvalidField as error:
-                log.warning("keyspace %s dropped: %s", keyspace_id.hex()[:16], error)
-                continue
-            self._keyspaces[keyspace_id] = keyspace
-            self._step(events.RegisterKeyspace(keyspace_id, keyspace.slot_bytes, keyspace.tenant))
-        entries = sorted(data.recover(progress), key=lambda e: e.record.depth)
-        for start in range(0, len(entries), RECOVER_BATCH):
-            self._recover_batch(entries[start : start + RECOVER_BATCH])
-        lost = [block_key(e.record.keyspace, e.record.hash) for e in entries if not self._is_back(e)]
-        for start in range(0, len(lost), RECOVER_BATCH):
-            data.index.commit(deletes=lost[start : start + RECOVER_BATCH])
-        self._recover_sessions(data)
-        log.info("recovered %d blocks, dropped %d", len(entries) - len(lost), len(lost) + data.num_dropped)
-
-    def _recover_batch(self, entries: Sequence[Entry]) -> None:
-        batches: dict[KeyspaceId, list[tuple[BlockHash, BlockHash | None, Slot]]] = {}
-        for entry in entries:
-            r = entry.record
-            known = self._keyspaces.get(r.keyspace)
-            if known is not None and known.slot_bytes == entry.size_class:
-                batches.setdefault(r.keyspace, []).append((r.hash, r.parent if r.depth else None, entry.slot))
-        for keyspace, blocks in batches.items():
-            self._step(events.Recovered(keyspace, tuple(blocks)))
-
-    def _is_back(self, entry: Entry) -> bool:
-        known = self._keyspaces.get(entry.record.keyspace)
-        return known is not None and entry.record.hash in self.machine.space(known.id).blocks
-
-    def _recover_sessions(self, data: DataDir) -> None:
-        for session_id, row in data.index.sessions().items():
-            try:
-                keyspace = KeyspaceId(bytes.fromhex(str(row["keyspace"])))
-                tip = BlockHash(bytes.fromhex(row["tip"])) if row["tip"] else None
-                self._step(events.RecoveredSession(SessionId(session_id), keyspace, tip, int(row["activity"])))
-            except (KVStoreError, KeyError, ValueError, TypeError) as error:
-                log.warning("session %r dropped: %s", session_id, error)
 
     def close(self) -> None:
         """Stop the hands and write what is queued."""
@@ -597,10 +424,11 @@ class Runtime:
         self._tick()
         self._closing.set()
         self._ticker.join()
-        self._movers.shutdown()
-        self.engine.close()
-        if self._committer is not None:
-            self._committer.close()
+        self.hands.close()
+        with self._lock:
+            waiting, self._futures = self._futures, {}
+        for future in waiting.values():
+            future.set_exception(Unavailable("service: is stopping; retry later"))
         if self.data is not None:
             self.data.close()
         self.arena.close()

@@ -17,7 +17,7 @@ from kvstore.core.invariants import check_invariants
 from kvstore.core.sessions import Session
 from kvstore.core.state import Limits, Pool, Space, State, TierConfig
 from kvstore.core.tree import link, live, make_ready, match, path_of, place
-from kvstore.core.types import Activity, BlockHash, Hashes, KeyspaceId, LeaseId, OpId, SessionId, Tier
+from kvstore.core.types import Activity, BlockHash, Hashes, KeyspaceId, LeaseId, OpId, ResidencyState, SessionId, Tier
 
 
 class Machine:
@@ -93,6 +93,12 @@ class Machine:
     def fill_blocks(self, op: OpId) -> dict[BlockHash, Block]:
         """Blocks of a running reservation that are not sealed yet. Raises LeaseExpired."""
         return dict(writing.fill_op(self._s, op).blocks)
+
+    def residency(self, keyspace: KeyspaceId, block_hash: BlockHash, tier: Tier) -> ResidencyState | None:
+        """State of one copy; None where there is none. Raises UnknownKeyspace."""
+        block = self._s.space(keyspace).blocks.get(block_hash)
+        copy = block.residencies[tier] if block is not None else None
+        return copy.state if copy is not None else None
 
     def pool(self, tier: Tier) -> Pool | None:
         """Read-only: counts of a tier."""

@@ -37,6 +37,9 @@ from kvstore.errors import SetupError, TierFull, TransferError, Unavailable
 DEFAULT_MAP_BYTES = 1 << 30
 _PLACE = struct.Struct("<QQ")
 _SCAN_BATCH = 20_000
+_MAX_READERS = 512
+_CHECK_EVERY = 256
+"""Commits between looks for readers that were killed: each of those keeps every older version of the tables alive."""
 log = logging.getLogger(__name__)
 
 
@@ -101,6 +104,7 @@ class BlockIndex:
 
     def __init__(self, env: lmdb.Environment) -> None:
         self._env = env
+        self._num_writes = 0
         self._gate = _Gate()
         self._blocks = env.open_db(b"blocks")
         self._keyspaces = env.open_db(b"keyspaces")
@@ -113,7 +117,15 @@ class BlockIndex:
         """Open or make the environment in `folder`. Raises SetupError."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            env = lmdb.open(str(folder), map_size=map_bytes, max_dbs=8, metasync=False, max_spare_txns=4, mode=0o600)
+            env = lmdb.open(
+                str(folder),
+                map_size=map_bytes,
+                max_dbs=8,
+                metasync=False,
+                max_spare_txns=4,
+                max_readers=_MAX_READERS,
+                mode=0o600,
+            )
             env.reader_check()  # slots of killed readers would keep old data alive
             return cls(env)
         except (lmdb.Error, OSError) as error:
@@ -140,7 +152,7 @@ class BlockIndex:
 
     def get_many(self, keys: Sequence[bytes]) -> list[Entry | None]:
         """Entries in the order of `keys`; None where there is none, or it's damaged."""
-        with self._gate.passing(), self._env.begin(db=self._blocks) as txn:
+        with self._reading(self._blocks) as txn:
             found = [txn.get(key) for key in keys]
         return [None if raw is None else _entry_or_none(raw) for raw in found]
 
@@ -164,7 +176,7 @@ class BlockIndex:
                 progress(done, total)
 
     def _rows_after(self, last: bytes) -> list[tuple[bytes, bytes]]:
-        with self._gate.passing(), self._env.begin(db=self._blocks) as txn, txn.cursor() as cursor:
+        with self._reading(self._blocks) as txn, txn.cursor() as cursor:
             if not cursor.set_range(last):
                 return []
             rows: list[tuple[bytes, bytes]] = []
@@ -177,7 +189,7 @@ class BlockIndex:
 
     def num_blocks(self) -> int:
         """Rows in `blocks`."""
-        with self._gate.passing(), self._env.begin(db=self._blocks) as txn:
+        with self._reading(self._blocks) as txn:
             return int(txn.stat(self._blocks)["entries"])
 
     # ---- small tables ----
@@ -216,7 +228,7 @@ class BlockIndex:
 
     def get_meta(self, name: str) -> bytes | None:
         """One named value."""
-        with self._gate.passing(), self._env.begin(db=self._meta) as txn:
+        with self._reading(self._meta) as txn:
             found: bytes | None = txn.get(name.encode())
             return found
 
@@ -242,8 +254,25 @@ class BlockIndex:
         return found
 
     def _all(self, table: Any) -> list[tuple[bytes, bytes]]:
-        with self._gate.passing(), self._env.begin(db=table) as txn, txn.cursor() as cursor:
+        with self._reading(table) as txn, txn.cursor() as cursor:
             return list(cursor)
+
+    @contextmanager
+    def _reading(self, table: Any) -> Iterator[Any]:
+        """A read transaction. Raises TransferError when the file can't be read."""
+        with self._gate.passing():
+            try:
+                with self._begin_reading(table) as txn:
+                    yield txn
+            except lmdb.Error as error:
+                raise TransferError(f"index: read failed: {error}") from None
+
+    def _begin_reading(self, table: Any) -> lmdb.Transaction:
+        try:
+            return self._env.begin(db=table)
+        except lmdb.ReadersFullError:
+            self._env.reader_check()
+            return self._env.begin(db=table)
 
     # ---- writing ----
 
@@ -251,13 +280,17 @@ class BlockIndex:
         while True:
             try:
                 with self._gate.passing():
+                    self._num_writes += 1
+                    if self._num_writes % _CHECK_EVERY == 1:
+                        self._env.reader_check()
                     with self._env.begin(write=True) as txn:
                         work(txn)
                     if sync:
                         self._env.sync(True)
                 return
             except lmdb.MapFullError:
-                self._grow()
+                if not self._env.reader_check():  # else room may have come back
+                    self._grow()
             except lmdb.DiskError as error:
                 raise TierFull(f"index: {error}; free space on the disk") from None
             except lmdb.Error as error:
