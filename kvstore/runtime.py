@@ -1,64 +1,59 @@
-"""The one owner of a node's machine: steps it under one lock, and hands its commands out.
+"""The one owner of a node's machine: carries out its commands and feeds completions back.
 
-    caller threads --event--> [lock: machine.step] --work--> hands (moves, index) --completions--> [lock: machine.step]
-                                     |
-                                     +--answers--> callers, futures
-                                     +--notices--> journal (Watch), metrics
+    caller threads --event--> [lock: machine.step] --Move--------> movers -> transfer engine --+
+                                     |  |  ^                                                   | written
+                                answers |  |  +---------------- MoveDone --------------+       v
+                                        |  +-----Unpublish, Sync, record puts---> [committer thread: LMDB groups]
+                                        +--notices--> journal (Watch), metrics
 
-Nothing waits while holding the lock.
+One thread commits to the durable index, in the order the machine commanded; what has piled up goes into one
+transaction. A put is queued only after its payload was written, so a record never precedes its bytes. Nothing here
+waits while holding the lock.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import TypeVar
 
+from kvstore.committer import Committer
 from kvstore.config import ServiceConfig
 from kvstore.core import commands, events
 from kvstore.core.blocks import Block
-from kvstore.core.commands import Command, Location, ReserveStatus
-from kvstore.core.eviction import make_policy
+from kvstore.core.commands import Command, Location
 from kvstore.core.keyspace import Keyspace
 from kvstore.core.machine import Machine
 from kvstore.core.record import NO_PARENT, Record
-from kvstore.core.state import Limits, TierConfig
 from kvstore.core.types import BlockHash, Durability, Hashes, HashList, KeyspaceId, LeaseId, OpId, SessionId, Tier
-from kvstore.errors import (
-    InvalidField,
-    KVStoreError,
-    LayoutMismatch,
-    LimitExceeded,
-    Unavailable,
-)
-from kvstore.hands import Hands, Work
+from kvstore.errors import InvalidField, KVStoreError, LayoutMismatch, LimitExceeded, Unavailable
+from kvstore.hands import Hands
 from kvstore.journal import Journal
 from kvstore.metrics import Metrics, Rows
-from kvstore.records import Records
-from kvstore.recovery import recover
-from kvstore.tiers.arena import Arena, Huge
-from kvstore.tiers.datadir import DataDir
+from kvstore.parts import limits_of, open_arena, open_data, tiers_of
+from kvstore.records import RecordBook
+from kvstore.recovery import recover, session_rows
+from kvstore.scrubber import Scrubber
 from kvstore.tiers.files import Faults
+from kvstore.tiers.index_lmdb import block_key
 from kvstore.tiers.transfer import TransferEngine
 
 log = logging.getLogger(__name__)
 TICK_S = 0.1
 REVIVE_AFTER_S = 5.0
-STARVED_S = 10.0
-"""How long after a store found no room the node calls itself degraded."""
-_HUGE: dict[str, Huge] = {"auto": "auto", "on": "require", "off": "never"}
 _T = TypeVar("_T")
+Work = commands.Move | commands.Unpublish | commands.Sync | commands.SegmentFree
 
 
 class Runtime:
     """A node: machine, arena, data directory, hands. All methods are thread-safe.
 
-    `faults` damages the files of the NVMe tier, for tests. `close` stops the hands; what was acknowledged as durable is
-    on disk by then.
+    `close` stops the hands; what was acknowledged as durable is on disk by then.
     """
 
     def __init__(
@@ -75,39 +70,46 @@ class Runtime:
         self._next_request = 1
         self._keyspaces: dict[KeyspaceId, Keyspace] = {}
         self._dirty_sessions: set[SessionId] = set()
-        self._starved_until = 0.0
+        self._dead_since: float | None = None
         self._closing = threading.Event()
         self.more_gauges: Callable[[], Iterable[tuple[str, str, Rows]]] = tuple
         """What the server adds to the node's gauges."""
-        self.data = self._open_data(config, faults)
+        self.data = open_data(config, faults)
         try:
-            self.arena = Arena.create(config.dram_bytes, _HUGE[config.huge_pages])
+            self.arena = open_arena(config)
         except BaseException:
             if self.data is not None:
                 self.data.close()
             raise
-        self.boot_epoch = self.data.boot_epoch if self.data is not None else time.time_ns() & (2**63 - 1)
-        self.machine = Machine(_tiers(config, self.data), _limits(config), notices=True)
+        self.boot_epoch = self.data.boot_epoch if self.data is not None else secrets.randbits(63) | 1
+        self.machine = Machine(tiers_of(config, self.data), limits_of(config), notices=True)
         self.engine = TransferEngine(config.io_threads)
-        self.records = Records(self.machine, self.data.index if self.data is not None else None)
-        self.hands = Hands(self.arena, self.data, self.engine, self.records, self.metrics, self._step, self.read)
+        self._start(progress)
+
+    def _start(self, progress: Callable[[int, int], None] | None) -> None:
+        index = self.data.index if self.data is not None else None
+        self._book = RecordBook(index)
+        self._committer = Committer(index, self._committed) if index is not None else None
+        self._hands = Hands(
+            self.engine,
+            self.arena,
+            self.data,
+            self._committer,
+            self._book,
+            self.metrics,
+            lambda block: self.machine.space_of(block).id,
+            self._work_ended,
+        )
+        self._scrubber: Scrubber | None = None
         if self.data is not None:
-            self._keyspaces = recover(self.data, self.machine, self._step, progress)
+            self._keyspaces = {k.id: k for k in recover(self.data, self.machine, self._step, progress)}
+            if self.config.scrub_bytes_per_s:
+                self._scrubber = Scrubber(
+                    self.data, self.engine, self.config.scrub_bytes_per_s, self._step, self.metrics
+                )
         self.metrics.gauges(self._gauges)
         self._ticker = threading.Thread(target=self._tick_loop, name="kvstore-ticker", daemon=True)
         self._ticker.start()
-
-    @staticmethod
-    def _open_data(config: ServiceConfig, faults: Faults | None) -> DataDir | None:
-        if not config.nvme_bytes:
-            return None
-        return DataDir.open(
-            Path(config.data_dir),
-            config.nvme_bytes,
-            segment_bytes=config.segment_bytes,
-            reserve_bytes=config.nvme_reserve_bytes,
-            faults=faults,
-        )
 
     # ---- stepping
 
@@ -120,13 +122,15 @@ class Runtime:
         answers: list[Command] = []
         for command in self.machine.step(event, time.monotonic_ns()):
             if isinstance(command, Work):
-                self.hands.send(command)
+                self._send(command)
             elif isinstance(command, commands.Stored):
                 self.journal.stored(command)
             elif isinstance(command, commands.Removed):
                 self._removed(command)
             elif isinstance(command, commands.Reserved | commands.Persisted):
-                self._answer(command)
+                future = self._futures.pop(command.request, None)
+                if future is not None:
+                    future.set_result(command)
             elif isinstance(command, commands.LeaseEnded):
                 self.metrics.failed("LeaseExpired")
             else:
@@ -135,20 +139,23 @@ class Runtime:
                 answers.append(command)
         return answers
 
-    def _answer(self, command: commands.Reserved | commands.Persisted) -> None:
-        if isinstance(command, commands.Reserved) and ReserveStatus.FULL in command.statuses:
-            if self.data is not None:  # a node without NVMe may refuse what isn't worth its victim
-                self._starved_until = time.monotonic() + STARVED_S
-            self.metrics.dropped(command.statuses.count(ReserveStatus.FULL))
-        future = self._futures.pop(command.request, None)
-        if future is not None:
-            future.set_result(command)
+    def _send(self, command: Work) -> None:
+        if isinstance(command, commands.Move):
+            self._hands.move(command)
+        elif isinstance(command, commands.Unpublish):
+            assert self._committer is not None
+            keys = [block_key(keyspace, block_hash) for keyspace, block_hash in command.blocks]
+            self._committer.delete(keys, command)
+        elif isinstance(command, commands.Sync):
+            self._hands.sync(command)
+        elif self.data is not None:
+            self._hands.run(functools.partial(self._drop_segment, command.index))
 
     def _removed(self, command: commands.Removed) -> None:
         self.journal.removed(command)
         self.metrics.evicted(command.tier.label, command.reason)
         if command.tier == Tier.DRAM:
-            self.records.forget(command.block)
+            self._book.forget(command.block)
 
     def _deferred(self, make: Callable[[int], events.Event]) -> Future[Command]:
         """Step an event whose answer may come later."""
@@ -211,7 +218,7 @@ class Runtime:
         """Hold and locate blocks [first, last) of a leased path, with their records. The plan is cut at the first block
         whose record is gone."""
         plan = _only(self._step(events.Restore(lease, first, last)), commands.RestorePlan)
-        records = self.records.of(plan.places)
+        records = self._book.find([(self.machine.space_of(p.block).id, p.block) for p in plan.places])
         good = next((i for i, r in enumerate(records) if r is None), len(records))
         for place in plan.places[good : good + 1]:
             log.warning("record of %r is missing", place.block)
@@ -258,14 +265,10 @@ class Runtime:
             for record in records:
                 self._check_record(blocks, record)
             for record in records:
-                self.records.keep(blocks[record.hash], record)
-            try:
-                answers = self._step_locked(events.Seal(op, tuple(r.hash for r in records), tuple(failed)))
-            except KVStoreError:
-                for record in records:
-                    self.records.forget(blocks[record.hash])
-                raise
-            answer = _only(answers, commands.Sealed)
+                self._book.keep(blocks[record.hash], record)
+            answer = _only(
+                self._step_locked(events.Seal(op, tuple(r.hash for r in records), tuple(failed))), commands.Sealed
+            )
         self.metrics.sealed(answer.num_blocks)
         self.metrics.moved(Tier.DRAM.label, "in", sum(r.payload_bytes for r in records))
         return answer.num_blocks
@@ -352,6 +355,35 @@ class Runtime:
         with self._lock:
             return query(self.machine)
 
+    # ---- hands
+
+    def _committed(self, tokens: list[object], error: KVStoreError | None) -> None:
+        """Committer thread: a group is durable in the index, or isn't."""
+        for token in tokens:
+            if isinstance(token, commands.Unpublish):
+                self._step(events.UnpublishDone(token.op))
+            elif isinstance(token, tuple):
+                command, done = token
+                self._hands.committed(command, done, error)
+
+    def _work_ended(self, done: events.MoveDone | events.SyncDone) -> None:
+        """Hands: a move or sync is over."""
+        if isinstance(done, events.MoveDone) and done.tier_dead and self._dead_since is None:
+            self._dead_since = time.monotonic()
+            self.metrics.failed("tier_dead")
+        self._step(done)
+
+    def _drop_segment(self, index: int) -> None:
+        assert self.data is not None
+        with self._lock:
+            pool = self.machine.pool(Tier.NVME)
+            if pool is None or not pool.slots.is_free_segment(index):
+                return  # taken again meanwhile
+            try:
+                self.data.slab.drop_segment(index)
+            except (OSError, KVStoreError) as error:
+                log.warning("segment %d: %s", index, error)
+
     # ---- time
 
     def _tick_loop(self) -> None:
@@ -365,37 +397,18 @@ class Runtime:
         with self._lock:
             if self.machine.busy:
                 self._step_locked(events.Tick())
-            self.hands.retry_deletes(self.machine)
-            dead_since = self.hands.dead_since
-            if dead_since is not None and time.monotonic() - dead_since > REVIVE_AFTER_S:
-                self.hands.dead_since = None
+            if self._dead_since is not None and time.monotonic() - self._dead_since > REVIVE_AFTER_S:
+                self._dead_since = None
                 self._step_locked(events.TierAlive(Tier.NVME, True))
-            rows = self._session_rows()
-        if rows and self.hands.committer is not None:
-            self.hands.committer.sessions(rows)
-
-    def _session_rows(self) -> dict[str, dict[str, object] | None]:
-        rows: dict[str, dict[str, object] | None] = {}
-        open_now = {s.id: s for s in self.machine.sessions()} if self._dirty_sessions else {}
-        for session_id in self._dirty_sessions:
-            session = open_now.get(session_id)
-            if session is None:
-                rows[session_id] = None
-                continue
-            tip = self.machine.session_path(session_id)[-1:]
-            rows[session_id] = {
-                "keyspace": self.machine.space_at(session.space).id.hex(),
-                "tip": tip[0].hash.hex() if tip else None,
-                "activity": int(session.activity),
-            }
-        self._dirty_sessions.clear()
-        return rows
+            rows = session_rows(self.machine, self._dirty_sessions)
+            self._dirty_sessions.clear()
+        if rows and self._committer is not None:
+            self._committer.sessions(rows)
 
     @property
     def health(self) -> str:
-        """ "serving", or "degraded" while NVMe takes no writes, or stores find no room."""
-        degraded = self.hands.dead_since is not None or time.monotonic() < self._starved_until
-        return "degraded" if degraded else "serving"
+        """ "serving", or "degraded" while a tier takes no writes."""
+        return "serving" if self._dead_since is None else "degraded"
 
     def _gauges(self) -> Iterable[tuple[str, str, Rows]]:
         with self._lock:
@@ -412,10 +425,10 @@ class Runtime:
             yield "sessions", "Open sessions", [({"state": a.name.lower()}, n) for a, n in counts.items()]
             yield "leases", "Live leases", [({}, self.machine.num_leases)]
             yield "operations", "Running operations", [({}, self.machine.num_ops)]
-            yield "healthy", "1 when serving", [({}, float(self.health == "serving"))]
+            yield "healthy", "1 when serving", [({}, float(self._dead_since is None))]
         yield from self.more_gauges()
 
-    # ---- start and end
+    # ---- end
 
     def close(self) -> None:
         """Stop the hands and write what is queued."""
@@ -424,11 +437,12 @@ class Runtime:
         self._tick()
         self._closing.set()
         self._ticker.join()
-        self.hands.close()
-        with self._lock:
-            waiting, self._futures = self._futures, {}
-        for future in waiting.values():
-            future.set_exception(Unavailable("service: is stopping; retry later"))
+        if self._scrubber is not None:
+            self._scrubber.close()
+        self._hands.close()
+        self.engine.close()
+        if self._committer is not None:
+            self._committer.close()
         if self.data is not None:
             self.data.close()
         self.arena.close()
@@ -438,37 +452,3 @@ def _only(answers: list[Command], kind: type[_T]) -> _T:
     found = [a for a in answers if isinstance(a, kind)]
     assert len(found) == 1, f"{kind.__name__} expected, got {answers}"
     return found[0]
-
-
-def _tiers(config: ServiceConfig, data: DataDir | None) -> list[TierConfig]:
-    """Tiers of a node. The data directory keeps its own segment size."""
-    tiers = [
-        TierConfig(
-            Tier.DRAM,
-            config.dram_bytes,
-            lambda tier: make_policy(config.dram_policy, tier),
-            segment_bytes=config.segment_bytes,
-            clean_above=config.write_behind_watermark,
-        )
-    ]
-    if data is not None:
-        tiers.append(
-            TierConfig(
-                Tier.NVME,
-                config.nvme_bytes,
-                lambda tier: make_policy(config.nvme_policy, tier),
-                segment_bytes=data.slab.segment_bytes,
-                free_target=0.02,
-                durable=True,
-            )
-        )
-    return tiers
-
-
-def _limits(config: ServiceConfig) -> Limits:
-    quotas: dict[tuple[str, Tier], int] = {}
-    for tenant, quota in config.tenants.items():
-        for tier, num_bytes in ((Tier.DRAM, quota.dram_bytes), (Tier.NVME, quota.nvme_bytes)):
-            if num_bytes is not None:
-                quotas[tenant, tier] = num_bytes
-    return Limits(num_sessions=config.max_sessions, num_leases=config.max_leases, quotas=quotas, num_tombstones=100_000)

@@ -103,17 +103,17 @@ class AsyncSession:
         """The model is called."""
         await self._client.run(self.sync.turn_start)
 
-    async def tool_start(self, tool: str, expected_s: float = 0.0) -> str:
+    async def tool_start(self, tool: str, expected_s: float = 0.0, output_tokens: int = 0) -> str:
         """The agent waits for a tool."""
-        return await self._client.run(self.sync.tool_start, tool, expected_s)
+        return await self._client.run(self.sync.tool_start, tool, expected_s, output_tokens)
 
     async def tool_end(self) -> None:
         """The tool returned."""
         await self._client.run(self.sync.tool_end)
 
-    async def turn_end(self) -> None:
+    async def turn_end(self, output_tokens: int = 0) -> None:
         """The agent waits for its user."""
-        await self._client.run(self.sync.turn_end)
+        await self._client.run(self.sync.turn_end, output_tokens)
 
     async def fork(self, session_id: str) -> AsyncSession:
         """A sub-agent that shares this context."""

@@ -234,13 +234,16 @@ class Client:
         self._call(self._sessions.Open, pb.OpenRequest(session_id=session_id, keyspace_id=keyspace))
         self._open_sessions[session_id] = keyspace
 
-    def signal(self, session_id: str, kind: int, tool: str = "", expected_s: float = 0.0) -> str:
+    def signal(
+        self, session_id: str, kind: int, tool: str = "", expected_s: float = 0.0, output_tokens: int = 0
+    ) -> str:
         """An activity change (`SignalKind`). Returns what became of the hint: none, accepted, clipped, refused."""
         request = pb.SignalRequest(
             session_id=session_id,
             kind=pb.SignalRequest.Kind.Name(kind),
             tool=tool,
             expected_s=expected_s,
+            output_tokens=output_tokens,
         )
         reply = self._call(self._sessions.Signal, request)
         return pb.SignalReply.Hint.Name(reply.hint).lower()

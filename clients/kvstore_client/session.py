@@ -79,17 +79,20 @@ class Session:
         """The model is called."""
         self._client.signal(self.id, Kind.TURN_START)
 
-    def tool_start(self, tool: str, expected_s: float = 0.0) -> str:
-        """The agent waits for a tool. Returns what became of `expected_s`: none, accepted, clipped, refused."""
-        return self._client.signal(self.id, Kind.TOOL_START, tool, expected_s)
+    def tool_start(self, tool: str, expected_s: float = 0.0, output_tokens: int = 0) -> str:
+        """The agent waits for a tool. Returns what became of `expected_s`: none, accepted, clipped, refused.
+
+        `output_tokens`: how many tokens the model just wrote, which helps to tell when it will be back; 0 for unknown.
+        """
+        return self._client.signal(self.id, Kind.TOOL_START, tool, expected_s, output_tokens)
 
     def tool_end(self) -> None:
         """The tool returned."""
         self._client.signal(self.id, Kind.TOOL_END)
 
-    def turn_end(self) -> None:
+    def turn_end(self, output_tokens: int = 0) -> None:
         """The agent waits for its user."""
-        self._client.signal(self.id, Kind.TURN_END)
+        self._client.signal(self.id, Kind.TURN_END, output_tokens=output_tokens)
 
     def fork(self, session_id: str) -> Session:
         """A sub-agent that shares this context."""

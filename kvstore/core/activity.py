@@ -85,6 +85,7 @@ def on_signal(s: State, e: Signal, now_ns: int) -> None:
     session.activity = activity
     session.since_ns = session.touched_ns = now_ns
     session.tool = e.tool if e.kind == SignalKind.TOOL_START else ""
+    session.output_tokens = e.output_tokens
     session.expected_ns = e.expected_ns if e.kind == SignalKind.TOOL_START else -1
     s.sessions[e.session] = s.sessions.pop(e.session)  # keeps the table in order of last touch
     tell_policies(s, session, now_ns)

@@ -49,6 +49,8 @@ class Signal:
     kind: SignalKind
     tool: str = ""
     expected_ns: int = -1
+    output_tokens: int = -1
+    """With TOOL_START and TURN_END: tokens that the model just wrote."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,10 @@ class Machine:
         """Raises UnknownSession."""
         return activity.get_session(self._s, session_id)
 
+    def find_session(self, session_id: SessionId) -> Session | None:
+        """An open session, or None."""
+        return self._s.sessions.get(session_id)
+
     def sessions(self) -> list[Session]:
         """All open sessions, longest untouched first."""
         return list(self._s.sessions.values())

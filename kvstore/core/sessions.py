@@ -26,6 +26,7 @@ class Session:
         "last_request_ns",
         "mean_gap_ns",
         "num_requests",
+        "output_tokens",
         "parent",
         "policy_state",
         "since_ns",
@@ -52,6 +53,8 @@ class Session:
         self.mean_gap_ns = -1.0
         """Smoothed gap between this session's requests (exponential, factor 1/4); -1 before the second request."""
         self.num_requests = 0
+        self.output_tokens = -1
+        """How many tokens the model wrote in the turn that just ended; -1 when nobody said."""
         self.policy_state: object = None
 
     def note_request(self, now_ns: int) -> None:

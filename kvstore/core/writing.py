@@ -65,6 +65,9 @@ def _advance(s: State, w: Waiter, op: FillOp, now_ns: int) -> Room:
         block = blocks.get(block_hash)
         status = _standing(block)
         if status is None:
+            if not _admits(op, now_ns):
+                w.pending.clear()  # the rest stays FULL
+                return Room.FREE
             room = make_room(s, op.pool, op.space.share, now_ns)
             if room != Room.FREE:
                 return room
@@ -77,6 +80,16 @@ def _advance(s: State, w: Waiter, op: FillOp, now_ns: int) -> Room:
         w.pending.pop(0)
         parent = block
     return Room.FREE
+
+
+def _admits(op: FillOp, now_ns: int) -> bool:
+    """Is a new block of this session worth more than what it would push out of the last tier? Policies that can't tell
+    say yes."""
+    pool, share = op.pool, op.space.share
+    if pool.sink is not None or op.session is None or pool.slots.num_free(share.size_class):
+        return True
+    admits = getattr(pool.policy(share), "admits", None)
+    return admits is None or bool(admits(op.session, now_ns))
 
 
 def _has_copy(block: Block | None) -> bool:

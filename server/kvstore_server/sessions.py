@@ -46,7 +46,8 @@ class SessionsService(rpcs.SessionsServicer):
     async def Signal(self, request: pb.SignalRequest, context: Context) -> Any:
         hint, expected_ns = _judge_hint(request.expected_s)
         kind = events.SignalKind(request.kind)
-        event = events.Signal(session_id(request.session_id), kind, request.tool[:ID_MAX], expected_ns)
+        written = request.output_tokens or -1
+        event = events.Signal(session_id(request.session_id), kind, request.tool[:ID_MAX], expected_ns, written)
         self._runtime.session_event(event)
         return pb.SignalReply(hint=hint)
 

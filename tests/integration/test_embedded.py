@@ -31,7 +31,13 @@ KEYSPACE = Keyspace(
     rope="theta=10000",
     block_tokens=16,
 )
-SIZES = {"dram_bytes": 2 * MIB, "nvme_bytes": 8 * MIB, "segment_bytes": MIB, "nvme_reserve_bytes": 0}
+SIZES = {
+    "dram_bytes": 2 * MIB,
+    "nvme_bytes": 8 * MIB,
+    "segment_bytes": MIB,
+    "nvme_reserve_bytes": 0,
+    "dram_policy": "leaf-lru",
+}
 
 
 @pytest.fixture

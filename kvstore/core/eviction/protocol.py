@@ -19,7 +19,11 @@ from kvstore.core.sessions import Session
 
 
 class EvictionPolicy(Protocol):
-    """Victim order of one tier. Pure: no clock, no randomness but a seeded generator of its own."""
+    """Victim order of one tier. Pure: no clock, no randomness but a seeded generator of its own.
+
+    A policy may also have `admits(session, now_ns) -> bool`: is a new block of this session worth more than the victim
+    it would push out of a full tier that has none below? The machine asks before it evicts for a `Reserve`.
+    """
 
     name: str
 

@@ -385,7 +385,7 @@ class SessionInfo(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., activity: _Optional[str] = ..., tool: _Optional[str] = ..., num_blocks: _Optional[int] = ..., num_blocks_dram: _Optional[int] = ..., num_blocks_nvme: _Optional[int] = ..., seconds_in_state: _Optional[float] = ..., parent_id: _Optional[str] = ...) -> None: ...
 
 class SignalRequest(_message.Message):
-    __slots__ = ("session_id", "kind", "tool", "expected_s")
+    __slots__ = ("session_id", "kind", "tool", "expected_s", "output_tokens")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         TURN_START: _ClassVar[SignalRequest.Kind]
@@ -400,11 +400,13 @@ class SignalRequest(_message.Message):
     KIND_FIELD_NUMBER: _ClassVar[int]
     TOOL_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_S_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     kind: SignalRequest.Kind
     tool: str
     expected_s: float
-    def __init__(self, session_id: _Optional[str] = ..., kind: _Optional[_Union[SignalRequest.Kind, str]] = ..., tool: _Optional[str] = ..., expected_s: _Optional[float] = ...) -> None: ...
+    output_tokens: int
+    def __init__(self, session_id: _Optional[str] = ..., kind: _Optional[_Union[SignalRequest.Kind, str]] = ..., tool: _Optional[str] = ..., expected_s: _Optional[float] = ..., output_tokens: _Optional[int] = ...) -> None: ...
 
 class SignalReply(_message.Message):
     __slots__ = ("hint", "predicted_s")
