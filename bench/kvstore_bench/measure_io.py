@@ -7,8 +7,9 @@
 
 Rounds are interleaved, and path and limit take turns in going first; figures are medians. Everything is touched
 before, the page cache is bypassed, targets are poisoned before the last round and compared with the source after it,
-so that a path that moved nothing can't win. Blocks lie in scattered slots, so no request is joined with another; the
-row "adjacent" shows what joining gives. The pool is private memory with huge pages, as an engine's pool is.
+so that a path that moved nothing can't win. Blocks lie in scattered slots with gaps, so no request is joined with
+another; the row "adjacent" shows what joining gives. The pool is private memory with huge pages, as an engine's pool
+is.
 """
 
 from __future__ import annotations
@@ -83,11 +84,7 @@ class Rig:
         draw = np.random.default_rng(1)
         order = np.arange(size.num_blocks)
         self.pool_slots = [int(i) * size.block_bytes for i in draw.permutation(order)]
-        per_segment = SEGMENT_BYTES // size.block_bytes
-        self.nvme_slots = [
-            Slot(int(i) // per_segment * SEGMENT_BYTES + int(i) % per_segment * size.block_bytes)
-            for i in (order if adjacent else draw.permutation(order))
-        ]
+        self.nvme_slots = nvme_slots(size, [int(i) for i in (order if adjacent else 2 * draw.permutation(order))])
         self._fill(draw)
 
     def _fill(self, draw: np.random.Generator) -> None:
@@ -186,6 +183,12 @@ class Rig:
             slot = self.pool_slots[i]
             if not np.array_equal(self.pool[slot : slot + n], self.arena.array[self._at(i) : self._at(i) + n]):
                 raise SetupError(f"bench: block {i} of the pool isn't what was stored; the run is invalid")
+
+
+def nvme_slots(size: Size, numbers: list[int]) -> list[Slot]:
+    """Slots by number, skipping the end of each segment where no whole one fits."""
+    per_segment = SEGMENT_BYTES // size.block_bytes
+    return [Slot(n // per_segment * SEGMENT_BYTES + n % per_segment * size.block_bytes) for n in numbers]
 
 
 def private_pool(num_bytes: int) -> Bytes:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import mmap
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from kvstore.errors import KVStoreError, TierFull, TransferError
 from kvstore.tiers.files import OpenFile
@@ -28,12 +28,12 @@ _MAX_RUN = 256
 
 def read_jobs(jobs: Sequence[Job], obstacle: Obstacle) -> None:
     """Carry out copies from files to memory; joined where they follow each other. Verified together at the end."""
-    landed: list[Job] = []
-    for file, run in runs(jobs):
-        if (stop := obstacle()) is not None:
-            fail_all(run, stop)
-        else:
-            landed += _read_run(file, run)
+    landed = _move(_plan(jobs), obstacle, "read")
+    for job in landed:
+        if job.bounce is not None:
+            at = _bounced_from(job)
+            job.memory[at:] = job.bounce[: len(job.memory) - at]
+    _release(jobs)
     for job, found in zip(landed, sums_of(landed), strict=True):
         settle(job, found, "read from disk")
 
@@ -42,77 +42,95 @@ def write_jobs(jobs: Sequence[Job], obstacle: Obstacle) -> None:
     """Carry out copies from memory to files. Those whose source is wrong are left out."""
     verified = zip(jobs, sums_of(jobs), strict=True)
     good = [job for job, found in verified if settle(job, found, "in memory, before writing")]
-    for file, run in runs(good):
-        if (stop := obstacle()) is not None:
-            fail_all(run, stop)
-        else:
-            _write_run(file, run)
-
-
-def runs(jobs: Sequence[Job]) -> Iterator[tuple[OpenFile, list[Job]]]:
-    """Cut into runs that are adjacent in one file."""
-    run: list[Job] = []
-    last: OpenFile | None = None
-    end = 0
-    for job in jobs:
-        assert job.file is not None
-        if last is not None and (job.offset != end or job.file is not last or len(run) == _MAX_RUN):
-            yield last, run
-            run = []
-        run.append(job)
-        last, end = job.file, job.offset + job.stored_bytes
-    if last is not None:
-        yield last, run
-
-
-# ---- one run -------------------------------------------------------------------------------------------------------
-
-
-def _read_run(file: OpenFile, run: list[Job]) -> list[Job]:
-    good = _move_run(file, run, [_buffers(job, file.align) for job in run], file.read, "read")
+    plan = _plan(good)
     for job in good:
-        if job.bounce is not None:
-            at = _bounced_from(job)
-            job.memory[at:] = job.bounce[: len(job.memory) - at]
-    _release(run)
-    return good
-
-
-def _write_run(file: OpenFile, run: list[Job]) -> None:
-    parts = [_buffers(job, file.align) for job in run]
-    for job in run:
         if job.bounce is not None:
             at = _bounced_from(job)
             rest = len(job.memory) - at
             job.bounce[:rest] = job.memory[at:]
             job.bounce[rest:] = bytes(len(job.bounce) - rest)
-    _move_run(file, run, parts, file.write, "write")
-    _release(run)
+    _move(plan, obstacle, "write")
+    _release(good)
 
 
-def _move_run(file: OpenFile, run: list[Job], parts: list[list[memoryview]], call: _Call, word: str) -> list[Job]:
-    """One call for all, then alone what it didn't cover. Returns the good ones, records the failure of others."""
-    moved = 0
-    if len(run) > 1:
-        try:
-            moved = call([buffer for part in parts for buffer in part], run[0].offset)
-        except OSError:
-            moved = 0  # each is tried alone below, and reports its own error
+# ---- runs ----------------------------------------------------------------------------------------------------------
+
+
+class _Run:
+    """Jobs that are adjacent in one file, and the one call that moves them all."""
+
+    __slots__ = ("buffers", "file", "jobs", "num_bytes", "offset")
+
+    def __init__(self, file: OpenFile, offset: int) -> None:
+        self.file = file
+        self.offset = offset
+        self.jobs: list[Job] = []
+        self.buffers: list[memoryview] = []
+        self.num_bytes = 0
+
+    def add(self, job: Job) -> None:
+        """Append one; sets its bounce buffer when it needs one."""
+        self.jobs.append(job)
+        self.buffers += _buffers(job, self.file.align)
+        self.num_bytes += job.stored_bytes
+
+
+def _plan(jobs: Sequence[Job]) -> list[_Run]:
+    """Everything is worked out before the first call, so that little is done between calls: there threads compete."""
+    plan: list[_Run] = []
+    run: _Run | None = None
+    for job in jobs:
+        assert job.file is not None
+        if (
+            run is None
+            or job.offset != run.offset + run.num_bytes
+            or job.file is not run.file
+            or len(run.jobs) == _MAX_RUN
+        ):
+            run = _Run(job.file, job.offset)
+            plan.append(run)
+        run.add(job)
+    return plan
+
+
+def _move(plan: Sequence[_Run], obstacle: Obstacle, word: str) -> list[Job]:
+    """Carry out; returns the good ones, records the failure of the others."""
     good: list[Job] = []
-    end = 0
-    for job, part in zip(run, parts, strict=True):
-        end += job.stored_bytes
-        if end <= moved or _alone(file, job, part, call, word):
-            good.append(job)
+    for run in plan:
+        if (stop := obstacle()) is not None:
+            fail_all(run.jobs, stop)
+            continue
+        call = run.file.read if word == "read" else run.file.write
+        try:
+            moved, error = call(run.buffers, run.offset), None
+        except OSError as problem:
+            moved, error = 0, problem
+        good += run.jobs if moved == run.num_bytes else _salvage(run, moved, error, call, word)
     return good
 
 
-def _alone(file: OpenFile, job: Job, buffers: list[memoryview], call: _Call, word: str) -> bool:
-    """Move one, going on after short counts as long as they make progress. Returns success; records failure."""
-    done, wanted = 0, job.stored_bytes
+def _salvage(run: _Run, moved: int, error: OSError | None, call: _Call, word: str) -> list[Job]:
+    """After a call that failed or came back short: go on with each job alone, where it isn't through."""
+    if error is not None and len(run.jobs) == 1:
+        fail(run.jobs[0], _os_error(run.file, word, run.offset, error))
+        return []
+    good: list[Job] = []
+    start = 0
+    for job in run.jobs:
+        done = min(max(0, moved - start), job.stored_bytes)
+        if _alone(run.file, job, done, call, word):
+            good.append(job)
+        start += job.stored_bytes
+    return good
+
+
+def _alone(file: OpenFile, job: Job, done: int, call: _Call, word: str) -> bool:
+    """Move the rest of one job, as long as calls make progress. Returns success; records failure."""
+    buffers, wanted = _seen(job), job.stored_bytes
+    done -= done % file.align
     try:
         while done < wanted:
-            count = call(_rest(buffers, done) if done else buffers, job.offset + done)
+            count = call(_rest(buffers, done), job.offset + done)
             if done + count < wanted:
                 count -= count % file.align
             if count <= 0:
@@ -148,14 +166,18 @@ def _os_error(file: OpenFile, word: str, offset: int, error: OSError) -> KVStore
 def _buffers(job: Job, align: int) -> list[memoryview]:
     """What the file call sees of one job. Sets `job.bounce` when a part of it isn't the job's own memory."""
     total = job.copy.num_bytes
-    if align == 1 or (job.address % align == 0 and total == job.stored_bytes):
-        return [job.memory]
-    if job.address % align:
+    if align > 1 and job.address % align:
         job.bounce = _bounce.take(job.stored_bytes)
-        return [job.bounce]
-    job.bounce = _bounce.take(align)
-    whole = total - total % align
-    return [job.memory[:whole], job.bounce] if whole else [job.bounce]
+    elif total != job.stored_bytes:
+        job.bounce = _bounce.take(align)
+    return _seen(job)
+
+
+def _seen(job: Job) -> list[memoryview]:
+    if job.bounce is None:
+        return [job.memory]
+    at = _bounced_from(job)
+    return [job.memory[:at], job.bounce] if at else [job.bounce]
 
 
 def _bounced_from(job: Job) -> int:
@@ -164,14 +186,14 @@ def _bounced_from(job: Job) -> int:
     return job.stored_bytes - len(job.bounce)
 
 
-def _release(run: list[Job]) -> None:
-    for job in run:
+def _release(jobs: Sequence[Job]) -> None:
+    for job in jobs:
         job.bounce = None
     _bounce.rewind()
 
 
 class _Bounce(threading.local):
-    """Aligned memory of the calling thread, handed out front to back within one run."""
+    """Aligned memory of the calling thread, handed out front to back within one unit."""
 
     def __init__(self) -> None:
         self._chunks: list[memoryview] = []

@@ -3,7 +3,7 @@
 Used by the service (demote, promote) and by the client inside an engine's process (restore, offload). It has two
 lanes, because what limits them differs: copies in memory want about as many threads as keep the memory bus busy
 (two), file I/O wants as many as the disk wants requests in flight (eight). In each lane READ goes before WRITE, and
-writes never take the last thread.
+writes never take the last thread: a read starts at once however many writes run.
 
     submit(copies) -> units of about `unit_bytes`, adjacent file places joined -> lane -> thread -> (file_)moves.py
 
@@ -139,7 +139,11 @@ class _Unit:
 
 
 class _Lane:
-    """Threads behind one two-level queue. Threads start with the first work."""
+    """Threads behind one two-level queue. They start with the first work.
+
+    `num_threads` bounds what is in flight of each priority; there is one thread more, so that a read never waits for a
+    thread when every other one is writing.
+    """
 
     def __init__(self, name: str, num_threads: int, max_queued_bytes: int) -> None:
         self.name = name
@@ -150,7 +154,7 @@ class _Lane:
         self._condition = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._num_idle = 0
-        self._num_writing = 0
+        self._num_running = [0, 0]
         self._closed = False
 
     def has_room(self, num_bytes: int, priority: Priority) -> bool:
@@ -175,7 +179,7 @@ class _Lane:
             self._condition.notify(len(units))
 
     def _start_threads(self, wanted: int) -> None:
-        for _ in range(min(wanted - self._num_idle, self.num_threads - len(self._threads))):
+        for _ in range(min(wanted - self._num_idle, self.num_threads + 1 - len(self._threads))):
             thread = threading.Thread(target=self._loop, name=f"kvstore-{self.name}", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -183,10 +187,8 @@ class _Lane:
     def _loop(self) -> None:
         while (unit := self._next()) is not None:
             unit.run()
-            if unit.priority is Priority.WRITE:
-                with self._condition:
-                    self._num_writing -= 1
-                    self._condition.notify()
+            with self._condition:
+                self._num_running[unit.priority] -= 1
             del unit
 
     def _next(self) -> _Unit | None:
@@ -200,16 +202,13 @@ class _Lane:
                 self._num_idle -= 1
 
     def _pick(self) -> _Unit | None:
-        reads, writes = self._queues
-        if reads:
-            unit = reads.popleft()
-        elif writes and self._num_writing < max(1, self.num_threads - 1):
-            unit = writes.popleft()
-            self._num_writing += 1
-        else:
-            return None
-        self.queued_bytes[unit.priority] -= unit.num_bytes
-        return unit
+        for priority in Priority:
+            queue = self._queues[priority]
+            if queue and self._num_running[priority] < self.num_threads:
+                self._num_running[priority] += 1
+                self.queued_bytes[priority] -= queue[0].num_bytes
+                return queue.popleft()
+        return None
 
     def close(self, timeout: float) -> None:
         """Drop what waits, let what runs finish. Raises nothing; threads that hang in the kernel are left behind."""
