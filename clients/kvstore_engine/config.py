@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from kvstore.errors import InvalidField
+from kvstore.sizes import parse_bytes
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -18,7 +19,7 @@ Seconds = Annotated[float, Field(gt=0, le=3600)]
 class EngineConfig(BaseModel):
     """Settings of one engine process. Sizes in bytes or tokens, times in seconds."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     model: str = DEFAULT_MODEL
     """`smollm2-135m-instruct`, or a directory with a Llama-family model that transformers can load."""
@@ -30,7 +31,8 @@ class EngineConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Annotated[int, Field(ge=1, le=256)] = 1
     """Torch threads. More than one helps only on an otherwise idle machine: they spin against whatever else runs."""
-    pool_bytes: Positive = 512 << 20
+    pool_bytes: Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)] = 512 << 20
+    """Size of the KV pool, the hbm tier."""
     block_tokens: Annotated[int, Field(ge=8, le=256, multiple_of=8)] = 32
     chunk_tokens: Positive = 256
     """Prefill ends at absolute multiples of this, so that results don't depend on what else was running."""

@@ -13,13 +13,10 @@ TTFT_KEPT = 4096
 
 @dataclass
 class Counters:
-    """Totals since start.
+    """Totals since start."""
 
-    Tokens are counted once: prompt = hit + restored + computed, plus what preemption made compute again.
-    """
-
-    hit_tokens: int = 0
-    """Prompt tokens found in the pool."""
+    prompt_tokens: Counter[str] = field(default_factory=Counter)
+    """Prompt tokens of admitted requests by where their KV came from: hbm, dram, nvme, computed. Each token once."""
     computed_tokens: int = 0
     """Tokens that went through the model, output included."""
     generated_tokens: int = 0
@@ -54,6 +51,13 @@ class Counters:
         """An offload of `num_blocks` ended with `num_held` of them acknowledged; None: the store failed."""
         self.offloaded_blocks += num_held or 0
         self.num_offloads_short += (num_held or 0) < num_blocks
+
+    def note_prompt(self, usage: Usage) -> None:
+        """It is known where a request's prompt comes from."""
+        self.prompt_tokens["hbm"] += usage.hbm_tokens
+        self.prompt_tokens["dram"] += usage.dram_tokens
+        self.prompt_tokens["nvme"] += usage.nvme_tokens
+        self.prompt_tokens["computed"] += usage.computed_tokens
 
     def note_ttft(self, usage: Usage) -> None:
         """A first token came."""

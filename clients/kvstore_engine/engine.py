@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from kvstore.errors import InvalidField, KVStoreError, Unavailable
+from kvstore.errors import InvalidField, KVStoreError, LimitExceeded, Unavailable
 from kvstore_engine.config import EngineConfig
 from kvstore_engine.counters import Counters
 from kvstore_engine.executor import Executor
@@ -54,7 +54,9 @@ class Engine:
         self._store: ContextStore = store or NullStore()
         self._failed: BaseException | None = None
         self._closing = False
+        self._lock = threading.Lock()
         self._live: dict[str, Request] = {}
+        """Requests without an EndEvent yet."""
         self._scheduler: Scheduler | None = None
         self._started: Future[Scheduler] = Future()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -83,12 +85,14 @@ class Engine:
         use_cache: bool = True,
         plan: tuple[Span, ...] | None = None,
     ) -> str:
-        """Queue a request and return its id. `on_event` is called from the engine's thread, at last with one EndEvent.
+        """Queue a request and return its id; doesn't wait. `on_event` is called from the engine's thread, at last with
+        one EndEvent.
 
         Raises: InvalidField for a bad prompt, LimitExceeded when the queue is full, Unavailable when the engine is
         gone.
         """
         self._check_prompt(tokens, sampling)
+        scheduler = self._alive()
         request_id = uuid.uuid4().hex
         request = Request(
             id=request_id,
@@ -101,12 +105,12 @@ class Engine:
             use_cache=use_cache,
             plan=plan,
         )
-        self._live[request.id] = request
-        try:
-            self.call(lambda scheduler: scheduler.submit(request))
-        except KVStoreError:
-            self._live.pop(request.id, None)
-            raise
+        with self._lock:
+            if len(self._live) >= self.config.max_queue + self.config.max_batch:
+                scheduler.counters.num_refused += 1
+                raise LimitExceeded(f"max_queue: {self.config.max_queue} requests wait already; try again later")
+            self._live[request.id] = request
+        scheduler.post(lambda: accept(scheduler, request))
         return request.id
 
     def generate(self, tokens: Sequence[int], sampling: SamplingParams, **options: object) -> EndEvent:
@@ -281,7 +285,7 @@ class Engine:
         return PoolStats(
             self.pool.size_bytes,
             scheduler.hbm.num_used * self.pool.stride,
-            c.hit_tokens,
+            c.prompt_tokens["hbm"],
             c.computed_tokens,
             c.restored_tokens_dram,
             c.restored_tokens_nvme,
@@ -290,6 +294,14 @@ class Engine:
     def _fail_requests(self) -> None:
         for request in list(self._live.values()):
             request.on_event(failed_event(self.failure))
+
+
+def accept(scheduler: Scheduler, request: Request) -> None:
+    """Hand a request over; what is wrong with it goes to its owner."""
+    try:
+        scheduler.submit(request)
+    except KVStoreError as error:
+        request.on_event(failed_event(str(error)))
 
 
 def void(_: object) -> None:

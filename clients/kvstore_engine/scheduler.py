@@ -287,7 +287,7 @@ class Scheduler:
         job.usage.nvme_tokens = nvme * self._size
         job.usage.dram_tokens = (job.restored.num_ok - nvme) * self._size
         job.usage.hbm_tokens = hold.num_cached * self._size
-        self.counters.hit_tokens += job.usage.hbm_tokens
+        self.counters.note_prompt(job.usage)
 
     # ---- compute
 

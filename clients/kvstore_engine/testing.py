@@ -134,3 +134,20 @@ class MemoryStore:
 
     def close(self) -> None:
         self.gate.set()
+
+
+class ByteTokenizer:
+    """One token a byte, and a chat template that knows only role and content. Token 0 is the end."""
+
+    chat_template = "role: content"
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **_: Any) -> str:
+        """Each message as `<role>content\\n`."""
+        return "".join(f"<{m['role']}>{m['content']}\n" for m in messages) + "<assistant>"
+
+    def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Bytes beyond 255 and the end token have no text."""
+        return bytes(i for i in ids if 0 < i < 256).decode(errors="replace")
