@@ -2,7 +2,7 @@
 
 `{"name", "value", "unit", "limit", "ratio", "goal", "ok"}`: the figure, the limit measured in the same run (or null),
 value / limit, the goal for the ratio (or for the value where there is no limit), and whether it holds (null where
-nothing is promised).
+nothing is promised). What could not be measured has no value, and a `note` says why.
 """
 
 from __future__ import annotations
@@ -23,28 +23,34 @@ class Row:
     """One figure. `lower_is_better` turns the goal round: then it's a maximum."""
 
     name: str
-    value: float
+    value: float | None
     unit: str
     limit: float | None = None
     goal: float | None = None
     lower_is_better: bool = False
+    note: str = ""
 
     @property
     def ratio(self) -> float | None:
         """value / limit."""
-        return self.value / self.limit if self.limit else None
+        return self.value / self.limit if self.limit and self.value is not None else None
+
+    @property
+    def text(self) -> str:
+        """Value and unit, or why there is none."""
+        return f"{self.value:.2f} {self.unit}" if self.value is not None else self.note
 
     @property
     def ok(self) -> bool | None:
         """Whether the goal holds; None without one."""
-        if self.goal is None:
+        if self.goal is None or self.value is None:
             return None
         judged = self.ratio if self.ratio is not None else self.value
         return judged <= self.goal if self.lower_is_better else judged >= self.goal
 
     def as_json(self) -> dict[str, object]:
         """The form that all benches share."""
-        found = {k: v for k, v in asdict(self).items() if k != "lower_is_better"}
+        found = {k: v for k, v in asdict(self).items() if k != "lower_is_better" and (k != "note" or v)}
         return {**found, "ratio": self.ratio, "ok": self.ok}
 
 
@@ -58,7 +64,7 @@ def show(console: Console, title: str, rows: Sequence[Row]) -> None:
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         goal = "" if row.goal is None else f"{'<=' if row.lower_is_better else '>='} {row.goal:.2f}"
         mark = {True: "[green]ok[/]", False: "[red]missed[/]", None: ""}[row.ok]
-        table.add_row(row.name, f"{row.value:.2f} {row.unit}", limit, ratio, goal, mark)
+        table.add_row(row.name, row.text, limit, ratio, goal, mark)
     console.print(table)
 
 

@@ -1,43 +1,86 @@
-"""Victims by what their session is doing: ended and abandoned first, then idle, waiting for a tool, running; by last use within each.
+"""Victims by when their session will need them again, learned online.
 
-A first, fixed order; the learned one replaces it behind the same protocol.
+Every session that isn't running is in a *wait* (see `resume`), described by what a machine can see without being told: why it stopped,
+its pace, how much it wrote, how long its context is, how much of it was new; and by what an agent may tell on top: the tool's name and
+how long it will take. The index of the wait is the worth of the session's blocks; shared prefixes add the worth of new arrivals (see
+`shared`). Leaves nobody holds any more (ended sessions, branches left behind) go first. Equal worth falls back on recency.
+
+    touch, signal --> wait begins / ends --> index[bin] --> heap of candidates, least (worth, last use) first
+                      bin boundary passes ------^            re-keyed when the wait crosses into another octave
+
+A wait crosses at most NUM_BINS bins, and each crossing re-keys the few leaves of one session: O(log n) a decision, amortised.
+
+Not for: caches without sessions or prefixes; there it is leaf-first LRU at a higher price.
 """
 
 from __future__ import annotations
 
 from kvstore.core.blocks import Block
 from kvstore.core.eviction.heap import BlockHeap
+from kvstore.core.eviction.resume import INDEX_STEPS, NO_INDEX, Key, ResumeModel, Wait
+from kvstore.core.eviction.shared import SharedPrefixes
+from kvstore.core.eviction.worth import NUM_CONTEXTS, SESSION_CONTEXT, Pace, add_logs, contexts
 from kvstore.core.sessions import Session
 from kvstore.core.types import Activity
 
-_RANK = {Activity.ENDED: 0, Activity.IDLE: 1, Activity.OPEN: 2, Activity.TOOL_WAIT: 2, Activity.RUNNING: 3}
+RUNNING_INDEX = 4 * INDEX_STEPS
+"""A running session needs its context at once: above any wait."""
 
 
 class SessionActivity:
-    """Victim: least (rank of the session's activity, last use)."""
+    """Victim: least (worth of the wait, last use)."""
 
     name = "session"
 
     def __init__(self) -> None:
+        self._model = ResumeModel(NUM_CONTEXTS)
+        self._shared = SharedPrefixes()
         self._heap: BlockHeap[tuple[int, int]] = BlockHeap()
+        self._paces: dict[Session, Pace] = {}
+        self._waits: dict[Session, Wait] = {}
         self._of: dict[Session, dict[Block, None]] = {}
         self._owner: dict[Block, Session] = {}
 
+    # ---- what happens
+
     def touch(self, tip: Block, session: Session | None, now_ns: int) -> None:
+        self._advance(now_ns)
+        if session is not None:
+            pace = self._pace(session)
+            if pace.first:
+                pace.first = False
+                if tip.parent is None or tip.parent.last_session is not session:
+                    if self._shared.arrive(tip, session, now_ns):
+                        self._rekey_shared(now_ns)
+                    pace.known = tip.depth + 1
+            if session.activity != Activity.RUNNING:
+                self._request(session, pace, now_ns)
+            pace.length = tip.depth + 1
+            if session.activity != Activity.RUNNING:
+                self._begin(session, pace, now_ns)
+            self._rekey(session, now_ns)
         if tip in self._heap:
             self.add(tip, now_ns)
 
     def signal(self, session: Session, now_ns: int) -> None:
-        for block in self._of.get(session, ()):
-            self._heap.put(block, self._key(block))
+        self._advance(now_ns)
+        if session.activity == Activity.ENDED:
+            self._end(session)
+        elif session.activity == Activity.RUNNING:
+            pace = self._pace(session)
+            self._request(session, pace, now_ns)
+            pace.started_ns = now_ns
+        else:
+            self._begin(session, self._pace(session), now_ns)
+        self._rekey(session, now_ns)
 
     def add(self, block: Block, now_ns: int) -> None:
         self._disown(block)
         session = block.last_session
-        if session is not None:
+        if session is not None and held(block):
             self._owner[block] = session
             self._of.setdefault(session, {})[block] = None
-        self._heap.put(block, self._key(block))
+        self._heap.put(block, self._key(block, now_ns))
 
     def discard(self, block: Block, now_ns: int) -> None:
         self._disown(block)
@@ -45,20 +88,98 @@ class SessionActivity:
 
     def evicted(self, block: Block, now_ns: int) -> None:
         self.discard(block, now_ns)
+        self._shared.forget(block)
+
+    # ---- what is asked
 
     def victim(self, now_ns: int) -> Block | None:
+        self._advance(now_ns)
         top = self._heap.peek()
         return None if top is None else top[1]
 
     def score(self, block: Block, now_ns: int) -> float:
-        rank, last = self._key(block)
-        return rank * 2.0**63 + last
+        """Expected tokens saved per token kept and second, at the best deadline; 0 for a block nobody holds."""
+        worth = self._worth(block, now_ns)
+        return 0.0 if worth == NO_INDEX else 2.0 ** (worth / INDEX_STEPS)
 
-    def _key(self, block: Block) -> tuple[int, int]:
+    def worth(self, session: Session) -> int:
+        """What the session's context is worth now, in steps comparable with `victim_worth`."""
+        if session.activity == Activity.RUNNING:
+            return RUNNING_INDEX
+        wait = self._waits.get(session)
+        return NO_INDEX if wait is None else wait.index[wait.bin]
+
+    def victim_worth(self, now_ns: int) -> int:
+        """What evicting the victim would cost; NO_INDEX when it is worth nothing or there is none."""
+        self._advance(now_ns)
+        top = self._heap.peek()
+        return NO_INDEX if top is None else top[0][0]
+
+    # ---- waits
+
+    def _pace(self, session: Session) -> Pace:
+        pace = self._paces.get(session)
+        if pace is None:
+            pace = self._paces[session] = Pace()
+        return pace
+
+    def _request(self, session: Session, pace: Pace, now_ns: int) -> None:
+        """A new request of the session: its wait is over."""
+        wait = self._waits.get(session)
+        if wait is None or wait.start_ns == now_ns:
+            return
+        del self._waits[session]
+        self._model.end(wait, now_ns)
+        pace.note_gap(now_ns - wait.start_ns, now_ns)
+
+    def _begin(self, session: Session, pace: Pace, now_ns: int) -> None:
+        """The session waits from now on, or what is known of its wait has changed."""
+        old = self._waits.get(session)
+        if old is not None:
+            self._model.forget(old)
+        keys = contexts(session, pace, now_ns)
+        self._waits[session] = self._model.begin(session, keys, now_ns)
+
+    def _end(self, session: Session) -> None:
+        wait = self._waits.pop(session, None)
+        if wait is not None:
+            self._model.forget(wait)
+        if self._paces.pop(session, None) is not None:
+            for key in session_keys(session):
+                self._model.drop_context(SESSION_CONTEXT, key)
+
+    def _advance(self, now_ns: int) -> None:
+        for wait in self._model.advance(now_ns):
+            session = wait.owner
+            assert isinstance(session, Session)
+            self._rekey(session, now_ns)
+        for block in self._shared.advance(now_ns):
+            if block in self._heap:
+                self._heap.put(block, self._key(block, now_ns))
+
+    # ---- worth
+
+    def _key(self, block: Block, now_ns: int) -> tuple[int, int]:
+        return self._worth(block, now_ns), block.last_access_ns
+
+    def _worth(self, block: Block, now_ns: int) -> int:
         session = block.last_session
-        if session is None or (block.num_tips == 0 and not block.kids):
-            return 0, block.last_access_ns
-        return _RANK[session.activity], block.last_access_ns
+        own = NO_INDEX
+        if session is not None and held(block):
+            own = self.worth(session)
+        arrivals = self._shared.index(block, now_ns)
+        return own if arrivals is None else add_logs(own, arrivals)
+
+    def _rekey(self, session: Session, now_ns: int) -> None:
+        for block in list(self._of.get(session, ())):
+            if not held(block):
+                self._disown(block)
+            self._heap.put(block, self._key(block, now_ns))
+
+    def _rekey_shared(self, now_ns: int) -> None:
+        for block in self._shared.blocks():
+            if block in self._heap:
+                self._heap.put(block, self._key(block, now_ns))
 
     def _disown(self, block: Block) -> None:
         owner = self._owner.pop(block, None)
@@ -68,3 +189,13 @@ class SessionActivity:
         del blocks[block]
         if not blocks:
             del self._of[owner]
+
+
+def held(block: Block) -> bool:
+    """Some session's context ends at the block or goes on below it."""
+    return bool(block.num_tips or block.kids)
+
+
+def session_keys(session: Session) -> list[Key]:
+    """All keys that the session's own context may have used."""
+    return [(activity.value, id(session)) for activity in Activity]

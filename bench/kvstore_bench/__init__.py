@@ -1,0 +1,1 @@
+"""Benchmarks, traces and simulation of kvstore."""
