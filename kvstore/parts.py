@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.config import ServiceConfig
+from kvstore.core.events import Lost
 from kvstore.core.eviction import make_policy
 from kvstore.core.state import Limits, TierConfig
 from kvstore.core.types import Tier
+from kvstore.metrics import Metrics
+from kvstore.scrubber import Scrubber
 from kvstore.tiers.arena import Arena, Huge
 from kvstore.tiers.datadir import DataDir
 from kvstore.tiers.files import Faults
+from kvstore.tiers.transfer import TransferEngine
 
 TOMBSTONES = 100_000
 NVME_FREE_TARGET = 0.02
@@ -34,6 +39,14 @@ def open_data(config: ServiceConfig, faults: Faults | None) -> DataDir | None:
 def open_arena(config: ServiceConfig) -> Arena:
     """The DRAM tier. Raises SetupError."""
     return Arena.create(config.dram_bytes, _HUGE[config.huge_pages])
+
+
+def start_scrubber(
+    config: ServiceConfig, data: DataDir, engine: TransferEngine, lost: Callable[[Lost], object], metrics: Metrics
+) -> Scrubber | None:
+    """None when scrubbing is switched off."""
+    rate = config.scrub_bytes_per_s
+    return Scrubber(data, engine, rate, lost, metrics) if rate else None
 
 
 def tiers_of(config: ServiceConfig, data: DataDir | None) -> list[TierConfig]:

@@ -1,7 +1,7 @@
-"""Coming back: from the durable index to a machine that knows its blocks and sessions, and how sessions get there.
+"""What a start finds: keyspaces, blocks and sessions of the data directory, made known to the machine.
 
-Blocks come in order of depth, so that parents are there before their children; what has no parent, no keyspace or no
-slot is deleted from the index. Payloads aren't read: the first restore (or the scrubber) judges them.
+Blocks come back shallow ones first, in batches. One whose keyspace, shape, slot or parent isn't there is deleted from
+the index: it could never be reached, and its slot is counted as free.
 """
 
 from __future__ import annotations
@@ -20,51 +20,52 @@ from kvstore.tiers.index_lmdb import Entry, block_key
 
 log = logging.getLogger(__name__)
 BATCH = 10_000
-Step = Callable[[events.Event], object]
+Step = Callable[[events.Event], Any]
 
 
-def recover(data: DataDir, machine: Machine, step: Step, progress: Callable[[int, int], None] | None) -> list[Keyspace]:
-    """Feed everything durable to a new machine. Returns the keyspaces found."""
-    keyspaces = {k.id: k for k in _keyspaces(data)}
-    for keyspace in keyspaces.values():
-        step(events.RegisterKeyspace(keyspace.id, keyspace.slot_bytes, keyspace.tenant))
+def recover(
+    data: DataDir, machine: Machine, step: Step, progress: Callable[[int, int], None] | None
+) -> dict[KeyspaceId, Keyspace]:
+    """Feed what is stored to the machine. Returns the keyspaces known now."""
+    keyspaces = _recover_keyspaces(data, step)
     entries = sorted(data.recover(progress), key=lambda e: e.record.depth)
-    fitting = [e for e in entries if _fits(e, keyspaces)]
-    for start in range(0, len(fitting), BATCH):
-        for keyspace_id, blocks in _by_keyspace(fitting[start : start + BATCH]).items():
-            step(events.Recovered(keyspace_id, tuple(blocks)))
-    lost = [e.key for e in entries if not _is_back(e, keyspaces, machine)]
+    for start in range(0, len(entries), BATCH):
+        _recover_blocks(entries[start : start + BATCH], keyspaces, step)
+    lost = [block_key(e.record.keyspace, e.record.hash) for e in entries if not _is_back(e, keyspaces, machine)]
     for start in range(0, len(lost), BATCH):
         data.index.commit(deletes=lost[start : start + BATCH])
     _recover_sessions(data, step)
     log.info("recovered %d blocks, dropped %d", len(entries) - len(lost), len(lost) + data.num_dropped)
-    return list(keyspaces.values())
+    return keyspaces
 
 
-def _keyspaces(data: DataDir) -> Iterable[Keyspace]:
+def _recover_keyspaces(data: DataDir, step: Step) -> dict[KeyspaceId, Keyspace]:
+    found: dict[KeyspaceId, Keyspace] = {}
     for keyspace_id, encoding in data.index.keyspaces().items():
         try:
-            yield Keyspace.decode(encoding)
+            keyspace = Keyspace.decode(encoding)
+            step(events.RegisterKeyspace(keyspace_id, keyspace.slot_bytes, keyspace.tenant))
         except InvalidField as error:
             log.warning("keyspace %s dropped: %s", keyspace_id.hex()[:16], error)
+            continue
+        found[keyspace_id] = keyspace
+    return found
 
 
-def _fits(entry: Entry, keyspaces: dict[KeyspaceId, Keyspace]) -> bool:
-    known = keyspaces.get(entry.record.keyspace)
-    return known is not None and known.slot_bytes == entry.size_class
-
-
-def _by_keyspace(entries: Sequence[Entry]) -> dict[KeyspaceId, list[tuple[BlockHash, BlockHash | None, Slot]]]:
+def _recover_blocks(entries: Sequence[Entry], keyspaces: dict[KeyspaceId, Keyspace], step: Step) -> None:
     batches: dict[KeyspaceId, list[tuple[BlockHash, BlockHash | None, Slot]]] = {}
     for entry in entries:
         r = entry.record
-        batches.setdefault(r.keyspace, []).append((r.hash, r.parent if r.depth else None, entry.slot))
-    return batches
+        known = keyspaces.get(r.keyspace)
+        if known is not None and known.slot_bytes == entry.size_class:
+            batches.setdefault(r.keyspace, []).append((r.hash, r.parent if r.depth else None, entry.slot))
+    for keyspace, blocks in batches.items():
+        step(events.Recovered(keyspace, tuple(blocks)))
 
 
 def _is_back(entry: Entry, keyspaces: dict[KeyspaceId, Keyspace], machine: Machine) -> bool:
-    r = entry.record
-    return r.keyspace in keyspaces and r.hash in machine.space(r.keyspace).blocks
+    known = keyspaces.get(entry.record.keyspace)
+    return known is not None and entry.record.hash in machine.space(known.id).blocks
 
 
 def _recover_sessions(data: DataDir, step: Step) -> None:
@@ -92,6 +93,3 @@ def session_rows(machine: Machine, changed: Iterable[SessionId]) -> dict[str, di
             "activity": int(session.activity),
         }
     return rows
-
-
-__all__ = ["block_key", "recover", "session_rows"]

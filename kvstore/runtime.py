@@ -1,19 +1,15 @@
-"""The one owner of a node's machine: carries out its commands and feeds completions back.
+"""The one owner of a node's machine: steps it under one lock, and hands its commands out.
 
-    caller threads --event--> [lock: machine.step] --Move--------> movers -> transfer engine --+
-                                     |  |  ^                                                   | written
-                                answers |  |  +---------------- MoveDone --------------+       v
-                                        |  +-----Unpublish, Sync, record puts---> [committer thread: LMDB groups]
-                                        +--notices--> journal (Watch), metrics
+    caller threads --event--> [lock: machine.step] --work--> hands (moves, index) --completions--> [lock: machine.step]
+                                     |
+                                     +--answers--> callers, futures
+                                     +--notices--> journal (Watch), metrics
 
-One thread commits to the durable index, in the order the machine commanded; what has piled up goes into one
-transaction. A put is queued only after its payload was written, so a record never precedes its bytes. Nothing here
-waits while holding the lock.
+Nothing waits while holding the lock.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import secrets
 import threading
@@ -22,38 +18,46 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from kvstore.committer import Committer
 from kvstore.config import ServiceConfig
 from kvstore.core import commands, events
 from kvstore.core.blocks import Block
-from kvstore.core.commands import Command, Location
+from kvstore.core.commands import Command, Location, ReserveStatus
 from kvstore.core.keyspace import Keyspace
 from kvstore.core.machine import Machine
 from kvstore.core.record import NO_PARENT, Record
 from kvstore.core.types import BlockHash, Durability, Hashes, HashList, KeyspaceId, LeaseId, OpId, SessionId, Tier
-from kvstore.errors import InvalidField, KVStoreError, LayoutMismatch, LimitExceeded, Unavailable
-from kvstore.hands import Hands
+from kvstore.errors import (
+    InvalidField,
+    KVStoreError,
+    LayoutMismatch,
+    LimitExceeded,
+    Unavailable,
+)
+from kvstore.hands import Hands, Work
 from kvstore.journal import Journal
 from kvstore.metrics import Metrics, Rows
-from kvstore.parts import limits_of, open_arena, open_data, tiers_of
-from kvstore.records import RecordBook
+from kvstore.parts import limits_of, open_arena, open_data, start_scrubber, tiers_of
+from kvstore.records import Records
 from kvstore.recovery import recover, session_rows
 from kvstore.scrubber import Scrubber
+from kvstore.tiers.arena import Huge
 from kvstore.tiers.files import Faults
-from kvstore.tiers.index_lmdb import block_key
 from kvstore.tiers.transfer import TransferEngine
 
 log = logging.getLogger(__name__)
 TICK_S = 0.1
 REVIVE_AFTER_S = 5.0
+STARVED_S = 10.0
+"""How long after a store found no room the node calls itself degraded."""
+_HUGE: dict[str, Huge] = {"auto": "auto", "on": "require", "off": "never"}
 _T = TypeVar("_T")
-Work = commands.Move | commands.Unpublish | commands.Sync | commands.SegmentFree
 
 
 class Runtime:
     """A node: machine, arena, data directory, hands. All methods are thread-safe.
 
-    `close` stops the hands; what was acknowledged as durable is on disk by then.
+    `faults` damages the files of the NVMe tier, for tests. `close` stops the hands; what was acknowledged as durable is
+    on disk by then.
     """
 
     def __init__(
@@ -70,8 +74,9 @@ class Runtime:
         self._next_request = 1
         self._keyspaces: dict[KeyspaceId, Keyspace] = {}
         self._dirty_sessions: set[SessionId] = set()
-        self._dead_since: float | None = None
+        self._starved_until = 0.0
         self._closing = threading.Event()
+        self._scrubber: Scrubber | None = None
         self.more_gauges: Callable[[], Iterable[tuple[str, str, Rows]]] = tuple
         """What the server adds to the node's gauges."""
         self.data = open_data(config, faults)
@@ -84,29 +89,11 @@ class Runtime:
         self.boot_epoch = self.data.boot_epoch if self.data is not None else secrets.randbits(63) | 1
         self.machine = Machine(tiers_of(config, self.data), limits_of(config), notices=True)
         self.engine = TransferEngine(config.io_threads)
-        self._start(progress)
-
-    def _start(self, progress: Callable[[int, int], None] | None) -> None:
-        index = self.data.index if self.data is not None else None
-        self._book = RecordBook(index)
-        self._committer = Committer(index, self._committed) if index is not None else None
-        self._hands = Hands(
-            self.engine,
-            self.arena,
-            self.data,
-            self._committer,
-            self._book,
-            self.metrics,
-            lambda block: self.machine.space_of(block).id,
-            self._work_ended,
-        )
-        self._scrubber: Scrubber | None = None
+        self.records = Records(self.machine, self.data.index if self.data is not None else None)
+        self.hands = Hands(self.arena, self.data, self.engine, self.records, self.metrics, self._step, self.read)
         if self.data is not None:
-            self._keyspaces = {k.id: k for k in recover(self.data, self.machine, self._step, progress)}
-            if self.config.scrub_bytes_per_s:
-                self._scrubber = Scrubber(
-                    self.data, self.engine, self.config.scrub_bytes_per_s, self._step, self.metrics
-                )
+            self._keyspaces = recover(self.data, self.machine, self._step, progress)
+            self._scrubber = start_scrubber(config, self.data, self.engine, self._step, self.metrics)
         self.metrics.gauges(self._gauges)
         self._ticker = threading.Thread(target=self._tick_loop, name="kvstore-ticker", daemon=True)
         self._ticker.start()
@@ -122,15 +109,13 @@ class Runtime:
         answers: list[Command] = []
         for command in self.machine.step(event, time.monotonic_ns()):
             if isinstance(command, Work):
-                self._send(command)
+                self.hands.send(command)
             elif isinstance(command, commands.Stored):
                 self.journal.stored(command)
             elif isinstance(command, commands.Removed):
                 self._removed(command)
             elif isinstance(command, commands.Reserved | commands.Persisted):
-                future = self._futures.pop(command.request, None)
-                if future is not None:
-                    future.set_result(command)
+                self._answer(command)
             elif isinstance(command, commands.LeaseEnded):
                 self.metrics.failed("LeaseExpired")
             else:
@@ -139,23 +124,20 @@ class Runtime:
                 answers.append(command)
         return answers
 
-    def _send(self, command: Work) -> None:
-        if isinstance(command, commands.Move):
-            self._hands.move(command)
-        elif isinstance(command, commands.Unpublish):
-            assert self._committer is not None
-            keys = [block_key(keyspace, block_hash) for keyspace, block_hash in command.blocks]
-            self._committer.delete(keys, command)
-        elif isinstance(command, commands.Sync):
-            self._hands.sync(command)
-        elif self.data is not None:
-            self._hands.run(functools.partial(self._drop_segment, command.index))
+    def _answer(self, command: commands.Reserved | commands.Persisted) -> None:
+        if isinstance(command, commands.Reserved) and ReserveStatus.FULL in command.statuses:
+            if self.data is not None:  # a node without NVMe may refuse what isn't worth its victim
+                self._starved_until = time.monotonic() + STARVED_S
+            self.metrics.dropped(command.statuses.count(ReserveStatus.FULL))
+        future = self._futures.pop(command.request, None)
+        if future is not None:
+            future.set_result(command)
 
     def _removed(self, command: commands.Removed) -> None:
         self.journal.removed(command)
         self.metrics.evicted(command.tier.label, command.reason)
         if command.tier == Tier.DRAM:
-            self._book.forget(command.block)
+            self.records.forget(command.block)
 
     def _deferred(self, make: Callable[[int], events.Event]) -> Future[Command]:
         """Step an event whose answer may come later."""
@@ -218,7 +200,7 @@ class Runtime:
         """Hold and locate blocks [first, last) of a leased path, with their records. The plan is cut at the first block
         whose record is gone."""
         plan = _only(self._step(events.Restore(lease, first, last)), commands.RestorePlan)
-        records = self._book.find([(self.machine.space_of(p.block).id, p.block) for p in plan.places])
+        records = self.records.of(plan.places)
         good = next((i for i, r in enumerate(records) if r is None), len(records))
         for place in plan.places[good : good + 1]:
             log.warning("record of %r is missing", place.block)
@@ -265,10 +247,14 @@ class Runtime:
             for record in records:
                 self._check_record(blocks, record)
             for record in records:
-                self._book.keep(blocks[record.hash], record)
-            answer = _only(
-                self._step_locked(events.Seal(op, tuple(r.hash for r in records), tuple(failed))), commands.Sealed
-            )
+                self.records.keep(blocks[record.hash], record)
+            try:
+                answers = self._step_locked(events.Seal(op, tuple(r.hash for r in records), tuple(failed)))
+            except KVStoreError:
+                for record in records:
+                    self.records.forget(blocks[record.hash])
+                raise
+            answer = _only(answers, commands.Sealed)
         self.metrics.sealed(answer.num_blocks)
         self.metrics.moved(Tier.DRAM.label, "in", sum(r.payload_bytes for r in records))
         return answer.num_blocks
@@ -355,35 +341,6 @@ class Runtime:
         with self._lock:
             return query(self.machine)
 
-    # ---- hands
-
-    def _committed(self, tokens: list[object], error: KVStoreError | None) -> None:
-        """Committer thread: a group is durable in the index, or isn't."""
-        for token in tokens:
-            if isinstance(token, commands.Unpublish):
-                self._step(events.UnpublishDone(token.op))
-            elif isinstance(token, tuple):
-                command, done = token
-                self._hands.committed(command, done, error)
-
-    def _work_ended(self, done: events.MoveDone | events.SyncDone) -> None:
-        """Hands: a move or sync is over."""
-        if isinstance(done, events.MoveDone) and done.tier_dead and self._dead_since is None:
-            self._dead_since = time.monotonic()
-            self.metrics.failed("tier_dead")
-        self._step(done)
-
-    def _drop_segment(self, index: int) -> None:
-        assert self.data is not None
-        with self._lock:
-            pool = self.machine.pool(Tier.NVME)
-            if pool is None or not pool.slots.is_free_segment(index):
-                return  # taken again meanwhile
-            try:
-                self.data.slab.drop_segment(index)
-            except (OSError, KVStoreError) as error:
-                log.warning("segment %d: %s", index, error)
-
     # ---- time
 
     def _tick_loop(self) -> None:
@@ -397,18 +354,21 @@ class Runtime:
         with self._lock:
             if self.machine.busy:
                 self._step_locked(events.Tick())
-            if self._dead_since is not None and time.monotonic() - self._dead_since > REVIVE_AFTER_S:
-                self._dead_since = None
+            self.hands.retry_deletes(self.machine)
+            dead_since = self.hands.dead_since
+            if dead_since is not None and time.monotonic() - dead_since > REVIVE_AFTER_S:
+                self.hands.dead_since = None
                 self._step_locked(events.TierAlive(Tier.NVME, True))
             rows = session_rows(self.machine, self._dirty_sessions)
             self._dirty_sessions.clear()
-        if rows and self._committer is not None:
-            self._committer.sessions(rows)
+        if rows and self.hands.committer is not None:
+            self.hands.committer.sessions(rows)
 
     @property
     def health(self) -> str:
-        """ "serving", or "degraded" while a tier takes no writes."""
-        return "serving" if self._dead_since is None else "degraded"
+        """ "serving", or "degraded" while NVMe takes no writes, or stores find no room."""
+        degraded = self.hands.dead_since is not None or time.monotonic() < self._starved_until
+        return "degraded" if degraded else "serving"
 
     def _gauges(self) -> Iterable[tuple[str, str, Rows]]:
         with self._lock:
@@ -425,10 +385,10 @@ class Runtime:
             yield "sessions", "Open sessions", [({"state": a.name.lower()}, n) for a, n in counts.items()]
             yield "leases", "Live leases", [({}, self.machine.num_leases)]
             yield "operations", "Running operations", [({}, self.machine.num_ops)]
-            yield "healthy", "1 when serving", [({}, float(self._dead_since is None))]
+            yield "healthy", "1 when serving", [({}, float(self.health == "serving"))]
         yield from self.more_gauges()
 
-    # ---- end
+    # ---- start and end
 
     def close(self) -> None:
         """Stop the hands and write what is queued."""
@@ -439,10 +399,11 @@ class Runtime:
         self._ticker.join()
         if self._scrubber is not None:
             self._scrubber.close()
-        self._hands.close()
-        self.engine.close()
-        if self._committer is not None:
-            self._committer.close()
+        self.hands.close()
+        with self._lock:
+            waiting, self._futures = self._futures, {}
+        for future in waiting.values():
+            future.set_exception(Unavailable("service: is stopping; retry later"))
         if self.data is not None:
             self.data.close()
         self.arena.close()
