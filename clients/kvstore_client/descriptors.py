@@ -8,7 +8,7 @@ import socket
 import threading
 from dataclasses import dataclass
 
-from kvstore.errors import Unavailable
+from kvstore.errors import TransferError, Unavailable
 from kvstore.tiers.arena import Arena
 from kvstore.tiers.files import OpenFile
 
@@ -57,7 +57,7 @@ class Descriptors:
         self.arena = Arena.map(fd, answer["size"])
 
     def segment(self, slot: int) -> tuple[OpenFile, int]:
-        """File and offset of an NVMe slot. Raises Unavailable.
+        """File and offset of an NVMe slot. Raises Unavailable, or TransferError when the service has no such file.
 
         A segment may have been dropped and made anew since it was opened; an unlinked file is opened again.
         """
@@ -65,8 +65,7 @@ class Descriptors:
         with self._lock:
             file = self._segments.get(index)
             if file is not None and os.fstat(file.fd).st_nlink == 0:
-                self._segments.pop(index).close()
-                file = None
+                file = None  # closes with the last transfer that reads it
             if file is None:
                 file = self._segments[index] = self._fetch(index)
         return file, offset
@@ -77,14 +76,12 @@ class Descriptors:
         except (OSError, ValueError) as error:
             raise Unavailable(f"descriptors: {error}") from None
         if fd is None:
-            raise Unavailable(f"descriptors: segment {index} isn't there any more")
+            raise TransferError(f"segment {index} isn't there any more")
         return OpenFile.adopt(fd, f"segment {index}")
 
     def close(self) -> None:
-        """Close everything; memory still in use by a transfer stays mapped until that ends."""
+        """Close everything; memory and files still in use by a transfer stay until that ends."""
         with self._lock:
             self._connection.socket.close()
-            for file in self._segments.values():
-                file.close()
             self._segments.clear()
         self.arena.close()

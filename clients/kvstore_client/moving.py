@@ -11,14 +11,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.core.hashing import DIGEST_BYTES, HASH_BYTES, TokenChain
 from kvstore.core.keyspace import Keyspace
 from kvstore.core.record import NO_PARENT, Record
 from kvstore.core.types import BlockHash, Tier
-from kvstore.errors import ChecksumMismatch, InvalidField, KVStoreError, Unavailable
+from kvstore.errors import InvalidField, KVStoreError, TransferError, Unavailable
 from kvstore.tiers.transfer import Copy, CopyResult, File, Memory, Priority, Transfer, TransferEngine
 from kvstore_client.descriptors import Descriptors
 from kvstore_client.pool import Pool
+from kvstore_client.sharing import Key, SharedReads
 
 
 @dataclass
@@ -29,6 +33,8 @@ class Outcome:
     tiers: list[Tier] = field(default_factory=list)
     corrupt: list[int] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    num_shared: int = 0
+    """Blocks of NVMe that another restore of this process had read."""
 
 
 def check_pool(pool: Pool, keyspace: Keyspace, slots: Sequence[int]) -> None:
@@ -68,6 +74,7 @@ def confirm(record: Record, chain: TokenChain, index: int) -> str | None:
 
 def read_blocks(
     engine: TransferEngine,
+    shared: SharedReads,
     chain: TokenChain,
     first: int,
     places: Sequence[tuple[Tier, int, Record]],
@@ -76,57 +83,127 @@ def read_blocks(
     descriptors: Descriptors,
     deadline: float,
 ) -> Outcome:
-    """Copy the located blocks into `slots` of the pool and judge them there."""
-    out = Outcome()
-    batches: dict[Tier, list[tuple[int, Copy]]] = {}
-    wrong: dict[int, str] = {}
+    """Copy the located blocks into `slots` of the pool and judge them there.
+
+    What another restore of this process is reading from NVMe is copied from it. What failed on NVMe is read a second
+    time before it is called lost, since that costs the block its life. Raises Unavailable when the service has gone.
+    """
+    reading = _Reading(engine, first, pool, slots, descriptors, deadline)
     for i, (tier, slot, record) in enumerate(places):
         problem = confirm(record, chain, first + i)
-        if problem is not None:
-            wrong[i] = problem
-            out.corrupt.append(first + i)
-            continue
+        if problem is None:
+            reading.add(i, tier, slot, record)
+        else:
+            reading.wrong[i] = problem
+            reading.out.corrupt.append(first + i)
+    reading.run(shared)
+    return reading.outcome([tier for tier, _, _ in places])
+
+
+class _Reading:
+    """One page of a restore. Indices count from its first block."""
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        first: int,
+        pool: Pool,
+        slots: Sequence[int],
+        descriptors: Descriptors,
+        deadline: float,
+    ) -> None:
+        self.engine = engine
+        self.first = first
+        self.pool = pool
+        self.slots = slots
+        self.descriptors = descriptors
+        self.deadline = deadline
+        self.arena = arena_of(descriptors)
+        self.out = Outcome()
+        self.wrong: dict[int, str] = {}
+        self.dram: dict[int, tuple[int, Record]] = {}
+        self.nvme: dict[int, tuple[int, Record]] = {}
+
+    def add(self, i: int, tier: Tier, slot: int, record: Record) -> None:
+        (self.dram if tier == Tier.DRAM else self.nvme)[i] = (slot, record)
+
+    def target(self, i: int) -> Memory:
+        return Memory(self.pool.flat, self.slots[i] * self.pool.stride_bytes)
+
+    def copy(self, i: int, source: Memory | File, record: Record) -> Copy:
+        return Copy(source, self.target(i), record.payload_bytes, record.slice_bytes, record.checksums)
+
+    def run(self, shared: SharedReads) -> None:
+        keys = {(self.descriptors.boot_epoch, slot, record.hash): i for i, (slot, record) in self.nvme.items()}
+        flight, others = shared.board((key, self.target(i)) for key, i in keys.items())
+        good: list[Key] = []
+        copying: Transfer | None = None
         try:
-            source = _place(tier, slot, descriptors)
-        except KVStoreError as error:
-            wrong[i] = str(error)
-            continue
-        target = Memory(pool.flat, slots[i] * pool.stride_bytes)
-        copy = Copy(source, target, record.payload_bytes, record.slice_bytes, record.checksums)
-        batches.setdefault(tier, []).append((i, copy))
-    _run(engine, batches, deadline, first, wrong, out)
-    out.num_ok = min(wrong, default=len(places))
-    out.tiers = [tier for tier, _, _ in places[: out.num_ok]]
-    out.errors = [f"block {first + i}: {text}" for i, text in sorted(wrong.items())][:4]
-    return out
+            mine = [keys[key] for key in flight.places]
+            copying = self.start([self.copy(i, Memory(self.arena, s), r) for i, (s, r) in self.dram.items()])
+            failed = self.from_files(mine)
+            good = [key for key in flight.places if keys[key] not in failed and keys[key] not in self.wrong]
+        finally:
+            shared.land(flight, good)
+            if copying is not None:  # the slots are the caller's again only once nothing runs into them
+                for i, error in zip(self.dram, self.ended(copying), strict=True):
+                    self.judge(i, error)
+            sources = shared.wait(others, self.deadline)
+        again = failed + self.from_others({keys[key]: source for key, source in sources.items()})
+        again += [keys[key] for key in others if key not in sources]
+        self.from_files(sorted(again), last_try=True)
+
+    def from_files(self, indices: list[int], last_try: bool = False) -> list[int]:
+        """Read from NVMe. Returns those that failed and may be tried again."""
+        copies: dict[int, Copy] = {}
+        failed: dict[int, KVStoreError] = {}
+        for i in indices:
+            slot, record = self.nvme[i]
+            try:
+                copies[i] = self.copy(i, File(*self.descriptors.segment(slot)), record)
+            except KVStoreError as error:
+                failed[i] = error
+        for i, problem in zip(copies, self.ended(self.start(list(copies.values()))), strict=True):
+            if problem is not None:
+                failed[i] = problem
+        again = [] if last_try else [i for i, error in failed.items() if isinstance(error, TransferError)]
+        for i in failed.keys() - set(again):
+            self.judge(i, failed[i])
+        return again
+
+    def from_others(self, sources: dict[int, Memory]) -> list[int]:
+        """Copy what other restores have read. Returns those whose bytes are others by now."""
+        copies = [self.copy(i, source, self.nvme[i][1]) for i, source in sources.items()]
+        failed = [i for i, error in zip(sources, self.ended(self.start(copies)), strict=True) if error is not None]
+        self.out.num_shared += len(sources) - len(failed)
+        return failed
+
+    def start(self, copies: list[Copy]) -> Transfer:
+        return self.engine.submit(copies, Priority.READ, max(self.deadline - time.monotonic(), 0.0))
+
+    def ended(self, transfer: Transfer) -> list[KVStoreError | None]:
+        return [result.error for result in finish(transfer, self.deadline)]
+
+    def judge(self, i: int, error: KVStoreError | None) -> None:
+        if error is None:
+            return
+        self.wrong[i] = str(error)
+        if isinstance(error, TransferError):  # wrong bytes, or none: whoever asks again must not be promised them
+            self.out.corrupt.append(self.first + i)
+
+    def outcome(self, tiers: list[Tier]) -> Outcome:
+        self.out.num_ok = min(self.wrong, default=len(tiers))
+        self.out.tiers = tiers[: self.out.num_ok]
+        self.out.errors = [f"block {self.first + i}: {text}" for i, text in sorted(self.wrong.items())][:4]
+        return self.out
 
 
-def _place(tier: Tier, slot: int, descriptors: Descriptors) -> Memory | File:
-    if tier == Tier.DRAM:
-        return Memory(descriptors.arena.array, slot)
-    return File(*descriptors.segment(slot))
-
-
-def _run(
-    engine: TransferEngine,
-    batches: dict[Tier, list[tuple[int, Copy]]],
-    deadline: float,
-    first: int,
-    wrong: dict[int, str],
-    out: Outcome,
-) -> None:
-    """All tiers at once; results into `wrong` and `out.corrupt`."""
-    running: list[tuple[list[int], Transfer]] = []
-    for batch in batches.values():
-        left = deadline - time.monotonic()
-        transfer = engine.submit([c for _, c in batch], Priority.READ, max(left, 0.0))
-        running.append(([i for i, _ in batch], transfer))
-    for indices, transfer in running:
-        for i, result in zip(indices, finish(transfer, deadline), strict=True):
-            if result.error is not None:
-                wrong[i] = str(result.error)
-                if isinstance(result.error, ChecksumMismatch):
-                    out.corrupt.append(first + i)
+def arena_of(descriptors: Descriptors) -> npt.NDArray[np.uint8]:
+    """The mapped arena; whoever holds the array keeps it mapped. Raises Unavailable when it was unmapped."""
+    array = descriptors.arena.array
+    if not len(array):
+        raise Unavailable("service: went away meanwhile; retry later")
+    return array
 
 
 def finish(transfer: Transfer, deadline: float) -> list[CopyResult]:
@@ -153,10 +230,11 @@ def write_blocks(
     Returns records of what was copied, and hashes of what was not.
     """
     keyspace = chain.keyspace
+    arena = arena_of(descriptors)
     copies = [
         Copy(
             Memory(pool.flat, mine * pool.stride_bytes),
-            Memory(descriptors.arena.array, theirs),
+            Memory(arena, theirs),
             keyspace.block_bytes,
             keyspace.slice_bytes,
             want_checksums=True,

@@ -9,7 +9,7 @@ from kvstore.core.types import KeyspaceId
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A claim on the first `num_blocks` blocks of a context; renewed by the client until released."""
+    """A claim on the first `num_blocks` blocks of a context. It ends after `ttl_s`; a running restore renews it."""
 
     id: int
     keyspace: KeyspaceId

@@ -5,12 +5,14 @@ since neither the platform nor the file system's name tells whether it works; wh
 buffered and one warning is logged. Every call passes an optional `Faults` object, so that tests can damage I/O
 exactly where the kernel would.
 
-Ownership: whoever opens an `OpenFile` closes it. Calls on one file may come from many threads (positions are always
-explicit).
+Ownership: whoever opens an `OpenFile` closes it, or lets go of it: its descriptor is closed with the last reference, so
+that a number is never used again under a transfer that still runs. Calls on one file may come from many threads
+(positions are always explicit).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
@@ -104,6 +106,10 @@ class OpenFile:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError, TypeError):  # half made, or the interpreter is ending
+            self.close()
 
 
 Direct = Literal["auto", "on", "off"]
