@@ -34,7 +34,7 @@ from pydantic_settings import (
 )
 
 from kvstore.core.eviction import POLICIES
-from kvstore.core.types import SLOT_ALIGN, Durability
+from kvstore.core.types import SLOT_ALIGN
 from kvstore.errors import InvalidField
 from kvstore.sizes import disk_bytes, memory_bytes, parse_bytes
 
@@ -56,13 +56,6 @@ def _whole_slots(value: int) -> int:
     if value % SLOT_ALIGN:
         raise ValueError(f"{value} is no multiple of {SLOT_ALIGN}")
     return value
-
-
-def _durability(value: object) -> object:
-    names = {d.name.lower(): d for d in Durability}
-    if isinstance(value, str) and value.lower() not in names:
-        raise ValueError(f"{value!r} is none of {', '.join(names)}")
-    return names[value.lower()] if isinstance(value, str) else value
 
 
 def _policy(value: str) -> str:
@@ -136,16 +129,13 @@ class ServiceConfig(BaseSettings):
     dram_policy: Policy = Field(default="session", description="eviction policy of DRAM")
     nvme_policy: Policy = Field(default="session", description="eviction policy of NVMe")
     write_behind_watermark: float = Field(
-        default=0.7, ge=0, le=1, description="share of DRAM in use from which idle contexts are written to NVMe"
-    )
-    durability: Annotated[Durability, BeforeValidator(_durability)] = Field(
-        default=Durability.DRAM, description="promise of an offload that asks for none: dram, nvme or synced"
+        default=0.7, ge=0, le=1, description="share of DRAM without a copy on NVMe above which blocks are copied down"
     )
 
     lease_ttl_s: float = Field(default=30.0, ge=0.1, le=3600, description="seconds a lease lives without renewal")
     max_leases: int = Field(default=65_536, ge=1, description="leases at once")
     max_sessions: int = Field(default=100_000, ge=1, description="sessions at once, idle ones included")
-    max_request_blocks: int = Field(default=32_768, ge=1, le=1 << 20, description="blocks in one request")
+    max_request_blocks: int = Field(default=131_072, ge=1, le=1 << 20, description="blocks in one request")
     tenants: dict[str, TenantQuota] = Field(default_factory=dict, description="quotas by tenant name")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least severity logged")
 

@@ -13,7 +13,6 @@ from pydantic import ValidationError
 
 from kvstore import sizes
 from kvstore.config import ServiceConfig, TenantQuota, default_data_dir, load
-from kvstore.core.types import Durability
 from kvstore.errors import InvalidField
 
 GIB = 1 << 30
@@ -116,7 +115,6 @@ def test_every_setting_says_what_it_is() -> None:
         ({"dram_bytes": -1}, ["dram_bytes: -1"]),
         ({"segment_bytes": 5000}, ["segment_bytes: 5000", "4096"]),
         ({"dram_policy": "lru"}, ["dram_policy: 'lru'", "leaf-lru"]),
-        ({"durability": "forever"}, ["durability: 'forever'", "dram, nvme, synced"]),
         ({"direct_io": "yes"}, ["direct_io: 'yes'", "'auto', 'on' or 'off'"]),
         ({"socket": "/" + "x" * 120}, ["socket:", "100 bytes"]),
         ({"write_behind_watermark": 1.5}, ["write_behind_watermark: 1.5"]),
@@ -157,12 +155,6 @@ def test_a_missing_file_and_damaged_quotas(tmp_path: Path, monkeypatch: pytest.M
     assert "no such file" in refusal(tmp_path / "none.toml").lower()
     monkeypatch.setenv("KVSTORE_TENANTS", "{")
     assert "KVSTORE_TENANTS" in refusal()
-
-
-@pytest.mark.parametrize("promise", list(Durability))
-def test_durability_by_name_or_value(promise: Durability) -> None:
-    assert load(None, {"durability": promise.name.lower()}).durability is promise
-    assert load(None, {"durability": promise}).durability is promise
 
 
 @pytest.mark.parametrize(
