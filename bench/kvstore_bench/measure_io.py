@@ -42,6 +42,7 @@ from kvstore_bench.rows import EXIT_INVALID, Row, exit_status, show, write_json
 
 Bytes = npt.NDArray[np.uint8]
 IO_THREADS = 8
+ATTEMPTS = 2
 SEGMENT_BYTES = 64 << 20
 _POISON = 0xA5
 GOALS = {"dram -> pool": 0.85, "nvme -> pool": 0.90, "pool -> nvme durable": 0.85}
@@ -105,31 +106,25 @@ class Rig:
 
     def restore_dram(self) -> None:
         """Arena -> pool, verified."""
-        self._run(
-            [self._copy(Memory(self.arena.array, self._at(i)), self._pool(i), i) for i in self._all()], Priority.READ
-        )
+        n, size, arena, pool = self.size.block_bytes, self.size.slice_bytes, self.arena.array, self.pool
+        blocks = zip(range(0, len(arena), n), self.pool_slots, self.records, strict=True)
+        self._run([Copy(Memory(arena, at), Memory(pool, slot), n, size, r.checksums) for at, slot, r in blocks])
 
     def restore_nvme(self) -> None:
         """NVMe -> pool, verified."""
-        self._run([self._copy(self.places[i], self._pool(i), i) for i in self._all()], Priority.READ)
+        n, size, pool = self.size.block_bytes, self.size.slice_bytes, self.pool
+        blocks = zip(self.places, self.pool_slots, self.records, strict=True)
+        self._run([Copy(place, Memory(pool, slot), n, size, r.checksums) for place, slot, r in blocks])
 
     def offload_durable(self) -> None:
         """Pool -> NVMe: checksums computed, payloads synced, then the records committed and synced."""
-        size = self.size
-        copies = [
-            Copy(self._pool(i), self.places[i], size.block_bytes, size.slice_bytes, None, True) for i in self._all()
-        ]
-        results = self.engine.submit(copies, Priority.WRITE).wait()
-        if any(not r.ok for r in results):
-            raise SetupError(f"bench: a write failed: {next(r.error for r in results if not r.ok)}")
+        self._run([self._write(Memory(self.pool, slot), i) for i, slot in enumerate(self.pool_slots)])
         self.data.slab.sync(self.nvme_slots)
         self._commit()
 
     def store(self) -> None:
         """Arena -> NVMe, so that there is something to read."""
-        self._run(
-            [self._copy(Memory(self.arena.array, self._at(i)), self.places[i], i) for i in self._all()], Priority.WRITE
-        )
+        self._run([self._write(Memory(self.arena.array, i * self.size.block_bytes), i) for i in self._all()])
         self.data.slab.sync()
         self._commit()
 
@@ -137,16 +132,14 @@ class Rig:
         rows = zip(self.records, self.nvme_slots, strict=True)
         self.data.index.commit([Entry(r, slot, self.size.block_bytes) for r, slot in rows], sync=True)
 
-    def _run(self, copies: list[Copy], priority: Priority) -> None:
-        for result in self.engine.submit(copies, priority).wait():
+    def _write(self, source: Memory, index: int) -> Copy:
+        return Copy(source, self.places[index], self.size.block_bytes, self.size.slice_bytes, None, True)
+
+    def _run(self, copies: list[Copy]) -> None:
+        writing = isinstance(copies[0].target, File)
+        for result in self.engine.submit(copies, Priority.WRITE if writing else Priority.READ).wait():
             if result.error is not None:
                 raise SetupError(f"bench: a copy failed: {result.error}")
-
-    def _copy(self, source: Memory | File, target: Memory | File, index: int) -> Copy:
-        return Copy(source, target, self.size.block_bytes, self.size.slice_bytes, self.records[index].checksums)
-
-    def _pool(self, index: int) -> Memory:
-        return Memory(self.pool, self.pool_slots[index])
 
     def _at(self, index: int) -> int:
         return index * self.size.block_bytes
@@ -211,13 +204,14 @@ class Contest:
     limit_s: list[float] = field(default_factory=list)
 
     def round(self, number: int) -> None:
-        """One turn each; who goes first alternates."""
-        if number % 2:
-            self.limit_s.append(min(timed(call) for call in self.limits))
-            self.path_s.append(timed(self.path))
-        else:
-            self.path_s.append(timed(self.path))
-            self.limit_s.append(min(timed(call) for call in self.limits))
+        """Two attempts each, the better one counts; who goes first alternates."""
+        calls = [self.path, *self.limits]
+        best = [float("inf")] * len(calls)
+        for turn in range(ATTEMPTS):
+            for i in sorted(range(len(calls)), reverse=(number + turn) % 2 == 1):
+                best[i] = min(best[i], timed(calls[i]))
+        self.path_s.append(best[0])
+        self.limit_s.append(min(best[1:]))
 
     def row(self, size: Size, suffix: str = "") -> Row:
         """Median against median, GB/s."""

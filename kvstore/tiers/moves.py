@@ -130,10 +130,6 @@ class Job:
         """Bytes that a file call moves: rounded up to the file's unit."""
         self.bounce: memoryview | None = None
         """Stands in for the end of `memory`, or for all of it, during a file call."""
-        place = copy.source if isinstance(copy.source, File) else copy.target
-        if isinstance(place, File):
-            self.file, self.offset = place.file, place.offset
-            self.stored_bytes = -(-copy.num_bytes // place.file.align) * place.file.align
 
     @property
     def span(self) -> native.Span:
@@ -145,42 +141,57 @@ Obstacle = Callable[[], KVStoreError | None]
 """Asked before each piece of work: why it must not start, or None."""
 
 
-def resolve(copies: Sequence[Copy]) -> list[Job]:
-    """Check every copy and work out its addresses. Raises InvalidField naming the copy's position."""
+def resolve(copies: Sequence[Copy], first: int = 0) -> list[Job]:
+    """Check every copy and work out its addresses. Raises InvalidField naming the position, counted from `first`."""
     pools: dict[int, Pool] = {}
-    return [_resolve_one(index, copy, pools) for index, copy in enumerate(copies)]
+    return [_resolve_one(index, copy, pools) for index, copy in enumerate(copies, first)]
 
 
 def _resolve_one(index: int, copy: Copy, pools: dict[int, Pool]) -> Job:
-    n = copy.num_bytes
-    if n <= 0 or copy.slice_bytes <= 0 or n % copy.slice_bytes:
-        raise InvalidField(f"copies[{index}]", f"{n} bytes in slices of {copy.slice_bytes}", "give whole slices")
-    if copy.checksums is not None and len(copy.checksums) != n // copy.slice_bytes * 8:
-        raise InvalidField(f"copies[{index}].checksums", f"{len(copy.checksums)} bytes", "give 8 bytes a slice")
-    source = _address(index, copy.source, n, pools, writing=False)
-    target = _address(index, copy.target, n, pools, writing=True)
-    place = copy.target if isinstance(copy.target, Memory) else copy.source
-    if not isinstance(place, Memory):
+    n, size, expected = copy.num_bytes, copy.slice_bytes, copy.checksums
+    if n <= 0 or size <= 0 or n % size:
+        raise InvalidField(f"copies[{index}]", f"{n} bytes in slices of {size}", "give whole slices")
+    if expected is not None and len(expected) * size != n * 8:
+        raise InvalidField(f"copies[{index}].checksums", f"{len(expected)} bytes", "give 8 bytes a slice")
+    source, target = copy.source, copy.target
+    if isinstance(source, Memory):
+        pool = pools.get(id(source.array)) or _add_pool(source, pools)
+        if not 0 <= source.offset <= pool.size - n:
+            raise _outside(index, source, n, pool)
+        here = pool.address + source.offset
+        if isinstance(target, File):
+            return _file_job(index, copy, pool.view[source.offset : source.offset + n], here, target)
+    elif isinstance(target, File):
         raise InvalidField(f"copies[{index}]", "from file to file", "go through memory")
-    memory = pools[id(place.array)].view[place.offset : place.offset + n]
-    return Job(index, copy, memory, target or source, source)
-
-
-def _address(index: int, place: Place, num_bytes: int, pools: dict[int, Pool], writing: bool) -> int:
-    """Where it begins in memory; 0 for a file."""
-    if isinstance(place, File):
-        if place.offset < 0 or place.offset % place.file.align:
-            raise InvalidField(f"copies[{index}]", f"file offset {place.offset}", "give a multiple of 4,096")
-        return 0
-    pool = pools.get(id(place.array))
-    if pool is None:
-        pool = pools[id(place.array)] = Pool(place.array)
-    if place.offset < 0 or place.offset + num_bytes > pool.size:
-        text = f"{num_bytes} bytes at {place.offset} don't fit into {pool.size}"
-        raise InvalidField(f"copies[{index}]", text, "give a place inside of the array")
-    if writing and not pool.writeable:
+    pool = pools.get(id(target.array)) or _add_pool(target, pools)
+    if not 0 <= target.offset <= pool.size - n:
+        raise _outside(index, target, n, pool)
+    if not pool.writeable:
         raise InvalidField(f"copies[{index}]", "target is read-only", "give a writeable array")
-    return pool.address + place.offset
+    memory = pool.view[target.offset : target.offset + n]
+    if isinstance(source, File):
+        return _file_job(index, copy, memory, pool.address + target.offset, source)
+    return Job(index, copy, memory, pool.address + target.offset, here)
+
+
+def _add_pool(place: Memory, pools: dict[int, Pool]) -> Pool:
+    pools[id(place.array)] = pool = Pool(place.array)
+    return pool
+
+
+def _outside(index: int, place: Memory, num_bytes: int, pool: Pool) -> InvalidField:
+    text = f"{num_bytes} bytes at {place.offset} don't fit into {pool.size}"
+    return InvalidField(f"copies[{index}]", text, "give a place inside of the array")
+
+
+def _file_job(index: int, copy: Copy, memory: memoryview, address: int, place: File) -> Job:
+    align = place.file.align
+    if place.offset < 0 or place.offset % align:
+        raise InvalidField(f"copies[{index}]", f"file offset {place.offset}", "give a multiple of 4,096")
+    job = Job(index, copy, memory, address, 0)
+    job.file, job.offset = place.file, place.offset
+    job.stored_bytes = -(-copy.num_bytes // align) * align
+    return job
 
 
 def fail(job: Job, error: KVStoreError) -> None:

@@ -42,6 +42,9 @@ __all__ = ["Copy", "CopyResult", "File", "Memory", "Priority", "Transfer", "Tran
 
 log = logging.getLogger(__name__)
 _UNIT_BYTES_MIN = 256 << 10
+_PIECE = 512
+"""Copies in memory that are resolved at once."""
+
 Move = Callable[[Sequence[Job], Obstacle], None]
 
 
@@ -59,7 +62,7 @@ class Transfer:
         self.total_bytes = total_bytes
         self.deadline = deadline
         self._results: list[CopyResult | None] = [None] * num_copies
-        self._left = 0
+        self._left = num_copies
         self._lock = threading.Lock()
         self._finished = threading.Event()
         self._cancelled = False
@@ -95,16 +98,20 @@ class Transfer:
             return Unavailable("deadline passed before the copy started")
         return None
 
-    def expect(self, num_units: int) -> None:
-        """Engine only: how many `unit_done` will come."""
-        self._left = num_units
+    def withdraw(self, num_copies: int) -> None:
+        """Engine only: these won't come. Returns when those that did are through, so that no memory is in use."""
+        with self._lock:
+            self._left -= num_copies
+            if not self._left:
+                self._finished.set()
+        self._finished.wait()
 
-    def unit_done(self, jobs: Sequence[Job]) -> None:
-        """Engine only: take over results; the last unit finishes the transfer."""
+    def take(self, jobs: Sequence[Job]) -> None:
+        """Engine only: take over results; the last ones finish the transfer."""
         for job in jobs:
             self._results[job.index] = job.result
         with self._lock:
-            self._left -= 1
+            self._left -= len(jobs)
             if self._left:
                 return
             self._finished.set()
@@ -135,7 +142,7 @@ class _Unit:
         except Exception as error:
             log.exception("transfer failed unexpectedly")
             fail_all(self.jobs, TransferError(f"unexpected: {error}"))
-        self.transfer.unit_done(self.jobs)
+        self.transfer.take(self.jobs)
 
 
 class _Lane:
@@ -157,26 +164,30 @@ class _Lane:
         self._num_running = [0, 0]
         self._closed = False
 
-    def has_room(self, num_bytes: int, priority: Priority) -> bool:
-        """One batch is always taken when nothing waits, however large it is."""
-        waiting = self.queued_bytes[priority]
-        return not waiting or waiting + num_bytes <= self.max_queued_bytes
-
-    def put(self, units: Sequence[_Unit], priority: Priority) -> None:
-        """Queue all or nothing. Raises TierFull, Unavailable."""
-        num_bytes = sum(unit.num_bytes for unit in units)
+    def admit(self, num_bytes: int, priority: Priority) -> None:
+        """Make room for a batch, all or nothing. Raises TierFull, Unavailable."""
         with self._condition:
             if self._closed:
                 raise Unavailable("transfer engine is closed")
-            if not self.has_room(num_bytes, priority):
-                raise TierFull(
-                    f"{self.name}: {self.queued_bytes[priority]} bytes wait already, "
-                    f"limit {self.max_queued_bytes}; retry later"
-                )
-            self._queues[priority].extend(units)
+            waiting = self.queued_bytes[priority]
+            if waiting and waiting + num_bytes > self.max_queued_bytes:
+                raise TierFull(f"{self.name}: {waiting} bytes wait already, limit {self.max_queued_bytes}; retry later")
             self.queued_bytes[priority] += num_bytes
-            self._start_threads(len(units))
-            self._condition.notify(len(units))
+
+    def forget(self, num_bytes: int, priority: Priority) -> None:
+        """Give back what was admitted and won't be put."""
+        with self._condition:
+            self.queued_bytes[priority] -= num_bytes
+
+    def put(self, units: Sequence[_Unit], priority: Priority) -> None:
+        """Queue units of an admitted batch. When the lane was closed since, they end as cancelled."""
+        with self._condition:
+            if not self._closed:
+                self._queues[priority].extend(units)
+                self._start_threads(len(units))
+                self._condition.notify(len(units))
+                return
+        _drop(units)
 
     def _start_threads(self, wanted: int) -> None:
         for _ in range(min(wanted - self._num_idle, self.num_threads + 1 - len(self._threads))):
@@ -219,12 +230,16 @@ class _Lane:
                 queue.clear()
             self.queued_bytes = [0, 0]
             self._condition.notify_all()
-        for unit in dropped:
-            unit.transfer.cancel()
-            unit.run()
+        _drop(dropped)
         end = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
+
+
+def _drop(units: Sequence[_Unit]) -> None:
+    for unit in units:
+        unit.transfer.cancel()
+        unit.run()
 
 
 class TransferEngine:
@@ -254,17 +269,40 @@ class TransferEngine:
         error nothing was queued.
         """
         deadline = None if deadline_s is None else time.monotonic() + deadline_s
-        jobs = resolve(copies)
-        transfer = Transfer(len(jobs), sum(c.num_bytes for c in copies), deadline)
-        if not jobs:
-            transfer.expect(1)
-            transfer.unit_done([])
+        total = sum([copy.num_bytes for copy in copies])
+        transfer = Transfer(len(copies), total, deadline)
+        if not copies:
+            transfer.take([])
             return transfer
         lane, move = self._route(copies)
-        units = [_Unit(transfer, run, move, priority) for run in self._cut(jobs, lane)]
-        transfer.expect(len(units))
-        lane.put(units, priority)
+        lane.admit(total, priority)
+        if lane is self._memory:
+            self._put_piecewise(copies, transfer, priority)
+            return transfer
+        try:
+            jobs = resolve(copies)
+        except InvalidField:
+            lane.forget(total, priority)
+            raise
+        jobs.sort(key=lambda job: (id(job.file), job.offset))
+        lane.put([_Unit(transfer, run, move, priority) for run in self._cut(jobs, lane, total)], priority)
         return transfer
+
+    def _put_piecewise(self, copies: Sequence[Copy], transfer: Transfer, priority: Priority) -> None:
+        """Threads copy the first blocks while the addresses of the last are worked out: small blocks are quick."""
+        lane, done = self._memory, 0
+        for start in range(0, len(copies), _PIECE):
+            piece = copies[start : start + _PIECE]
+            try:
+                jobs = resolve(piece, start)
+            except InvalidField:
+                transfer.cancel()
+                lane.forget(transfer.total_bytes - done, priority)
+                transfer.withdraw(len(copies) - start)
+                raise
+            done += sum([copy.num_bytes for copy in piece])
+            units = self._cut(jobs, lane, transfer.total_bytes)
+            lane.put([_Unit(transfer, run, copy_jobs, priority) for run in units], priority)
 
     def queued_bytes(self, priority: Priority) -> int:
         """Bytes that wait for a thread."""
@@ -283,14 +321,13 @@ class TransferEngine:
             return self._files, read_jobs
         if kinds == {(Memory, File)}:
             return self._files, write_jobs
-        raise InvalidField("copies", "mix of kinds", "submit memory copies, reads and writes apart")
+        raise InvalidField(
+            "copies", "mix of kinds", "submit memory, read and write copies apart, none from file to file"
+        )
 
-    def _cut(self, jobs: list[Job], lane: _Lane) -> list[list[Job]]:
-        """Units, in order of place for files. Small batches are cut finer, so that every thread gets a share."""
-        if lane is self._files:
-            jobs = sorted(jobs, key=lambda job: (id(job.file), job.offset))
-        share = sum(job.copy.num_bytes for job in jobs) // lane.num_threads
-        limit = max(_UNIT_BYTES_MIN, min(self.unit_bytes, share))
+    def _cut(self, jobs: list[Job], lane: _Lane, total_bytes: int) -> list[list[Job]]:
+        """Units in order. Small batches are cut finer, so that every thread gets a share."""
+        limit = max(_UNIT_BYTES_MIN, min(self.unit_bytes, total_bytes // lane.num_threads))
         units: list[list[Job]] = []
         size = limit
         for job in jobs:
