@@ -12,7 +12,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 LATENCY_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
-REASONS = ("evicted", "corrupt", "orphan", "copy failed", "not filled", "evicted: no room below")
+REASONS = ("evicted", "corrupt", "orphan", "copy failed", "not filled", "evicted: no room below", "retired")
 
 Rows = Iterable[tuple[dict[str, str], float]]
 

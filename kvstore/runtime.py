@@ -10,6 +10,7 @@ Nothing waits while holding the lock.
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
 import threading
@@ -39,6 +40,7 @@ from kvstore.metrics import Metrics, Rows
 from kvstore.parts import limits_of, open_arena, open_data, start_scrubber, tiers_of
 from kvstore.records import Records
 from kvstore.recovery import recover, session_rows
+from kvstore.retire import older_than, retire
 from kvstore.scrubber import Scrubber
 from kvstore.tiers.arena import Huge
 from kvstore.tiers.files import Faults
@@ -163,9 +165,20 @@ class Runtime:
             if not known:
                 self._step_locked(events.RegisterKeyspace(keyspace.id, keyspace.slot_bytes, keyspace.tenant))
                 self._keyspaces[keyspace.id] = keyspace
-        if not known and self.data is not None:
-            self.data.index.put_keyspace(keyspace.id, encoding)
+        if not known:
+            self._retire_older(keyspace)
+            if self.data is not None:
+                self.data.index.put_keyspace(keyspace.id, encoding)
         return keyspace
+
+    def _retire_older(self, newest: Keyspace) -> None:
+        with self._lock:
+            older = older_than(newest, self._keyspaces.values())
+        for old in older:
+            if self.data is not None:
+                self.data.index.delete_keyspace(old.id)
+            work = functools.partial(retire, old, self._step, self.read, self._closing.is_set)
+            threading.Thread(target=work, name="kvstore-retire", daemon=True).start()
 
     def keyspace(self, keyspace_id: KeyspaceId) -> Keyspace:
         """A registered keyspace. Raises UnknownKeyspace."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvstore.core import events
 from kvstore.core.types import Tier
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, TransferError
 from kvstore.metrics import Metrics
 from kvstore.tiers.datadir import DataDir
 from kvstore.tiers.fsck import scrub
@@ -87,6 +87,8 @@ class Scrubber:
             yield batch
 
     def _confirm(self, entry: Entry, error: KVStoreError) -> bool:
+        if not isinstance(error, TransferError):
+            return False  # not read, so not judged
         [now] = self._data.index.get_many([entry.key])
         if now is None or now.slot != entry.slot or now.record != entry.record:
             return False

@@ -228,11 +228,12 @@ class SyncDone:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A copy was found missing or wrong (scrub, failed read)."""
+    """A copy was found missing or wrong (scrub, failed read), or can't be asked for any more."""
 
     keyspace: KeyspaceId
     hash: BlockHash
     tier: Tier
+    reason: str = "corrupt"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 
 from kvstore.core.blocks import Block, Residency, Share
@@ -131,7 +132,7 @@ def keep_free(s: State, pool: Pool, now_ns: int) -> None:
             evict_durable(s, pool, [victim], now_ns)
 
 
-def clean(s: State, pool: Pool, now_ns: int, force: bool = False, only: list[Block] | None = None) -> bool:
+def clean(s: State, pool: Pool, now_ns: int, force: bool = False, only: Iterable[Block] | None = None) -> bool:
     """Start one move of dirty blocks to the tier below. True when something was started.
 
     `only`: blocks that a client waits for, in path order; they go before the others and past the limit on moves in
@@ -156,7 +157,7 @@ def clean(s: State, pool: Pool, now_ns: int, force: bool = False, only: list[Blo
     return True
 
 
-def _to_clean(s: State, pool: Pool, target: Pool, only: list[Block] | None) -> list[Block]:
+def _to_clean(s: State, pool: Pool, target: Pool, only: Iterable[Block] | None) -> list[Block]:
     """Dirty blocks in an order that keeps the lower tier prefix-closed; at most one move's worth."""
     chosen: dict[Block, None] = {}
     for scanned, block in enumerate(only if only is not None else pool.dirty):
@@ -220,13 +221,13 @@ def on_move_done(s: State, e: MoveDone, now_ns: int) -> None:
 # ---- losing
 
 
-def lose(s: State, block: Block, pool: Pool, now_ns: int) -> None:
+def lose(s: State, block: Block, pool: Pool, now_ns: int, reason: str = "corrupt") -> None:
     """A copy is wrong or gone. In a durable tier its record is deleted before the slot is used again."""
     residency = block.residencies[pool.tier]
     if residency is None or residency.state != READY:
         return
     if not residency.holds:
-        _remove_lost(s, block, pool, now_ns)
+        _remove_lost(s, block, pool, now_ns, reason)
         return
     residency.state = DRAINING  # goes when the last reader or writer ends
     pool.num_ready -= 1
@@ -236,11 +237,11 @@ def lose(s: State, block: Block, pool: Pool, now_ns: int) -> None:
     note_ghost(s, block, now_ns)
 
 
-def _remove_lost(s: State, block: Block, pool: Pool, now_ns: int) -> None:
+def _remove_lost(s: State, block: Block, pool: Pool, now_ns: int, reason: str = "corrupt") -> None:
     if pool.config.durable:
-        evict_durable(s, pool, [block], now_ns, "corrupt")
+        evict_durable(s, pool, [block], now_ns, reason)
     else:
-        drop(s, block, pool, now_ns, "corrupt")
+        drop(s, block, pool, now_ns, reason)
 
 
 def release_hold(s: State, block: Block, residency: Residency, pool: Pool, now_ns: int) -> None:
@@ -258,7 +259,7 @@ def release_hold(s: State, block: Block, residency: Residency, pool: Pool, now_n
 def on_lost(s: State, e: Lost, now_ns: int) -> None:
     block = s.space(e.keyspace).blocks.get(e.hash)
     if block is not None and e.tier in s.pools:
-        lose(s, block, s.pools[e.tier], now_ns)
+        lose(s, block, s.pools[e.tier], now_ns, e.reason)
 
 
 def on_tier_alive(s: State, e: TierAlive, now_ns: int) -> None:

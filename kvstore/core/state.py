@@ -17,7 +17,18 @@ from kvstore.core.eviction.protocol import EvictionPolicy
 from kvstore.core.leases import LeaseTable
 from kvstore.core.sessions import Session
 from kvstore.core.slots import SlotAllocator
-from kvstore.core.types import BlockHash, Hashes, KeyspaceId, LeaseId, OpId, ResidencyState, SessionId, Slot, Tier
+from kvstore.core.types import (
+    BlockHash,
+    Durability,
+    Hashes,
+    KeyspaceId,
+    LeaseId,
+    OpId,
+    ResidencyState,
+    SessionId,
+    Slot,
+    Tier,
+)
 from kvstore.errors import InvalidField, UnknownKeyspace
 
 FILLING, READY, DRAINING = ResidencyState.FILLING, ResidencyState.READY, ResidencyState.DRAINING
@@ -199,13 +210,14 @@ class Waiter:
 
 @dataclass(slots=True)
 class PersistWait:
-    """A Persist that waits until its path is durable."""
+    """A Persist that waits until its path holds the promise."""
 
     request: int
     path: list[Block]
-    num_requested: int
-    synced: bool
+    durability: Durability
     deadline_ns: int
+    num_kept: int = 0
+    """Leading blocks that held the promise when last looked at."""
     syncing: bool = False
 
 

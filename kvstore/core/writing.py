@@ -7,6 +7,8 @@ a whole.
 
 from __future__ import annotations
 
+from itertools import islice
+
 from kvstore.core.activity import set_tip, still_open, touch
 from kvstore.core.blocks import Block
 from kvstore.core.commands import Adopted, Borrowed, Persisted, Reserved, ReserveStatus, Sealed, Sync
@@ -213,12 +215,7 @@ def on_persist(s: State, e: Persist, now_ns: int) -> None:
     space = s.space(e.keyspace)
     if len(s.persists) >= s.limits.num_waiters:
         raise LimitExceeded(f"max_waiters: {s.limits.num_waiters} requests wait already; try again later")
-    path = _known_path(space, e)
-    wait = PersistWait(e.request, path, len(e.hashes), e.durability == Durability.SYNCED, now_ns + e.wait_ns)
-    if e.durability == Durability.DRAM:
-        s.out.append(Persisted(e.request, len(path)))
-        return
-    s.persists.append(wait)
+    s.persists.append(PersistWait(e.request, _known_path(space, e), e.durability, now_ns + e.wait_ns))
 
 
 def _known_path(space: Space, e: Persist) -> list[Block]:
@@ -231,46 +228,56 @@ def _known_path(space: Space, e: Persist) -> list[Block]:
     return path
 
 
-def _durable_prefix(s: State, path: list[Block]) -> int:
-    for index, block in enumerate(path):
-        if not any(
-            r is not None and r.state == READY and s.pools[Tier(t)].config.durable
-            for t, r in enumerate(block.residencies)
-        ):
+def _holds(s: State, block: Block, durability: Durability) -> bool:
+    """Is there a whole copy in a tier that keeps this promise? One being filled is none."""
+    for tier, pool in s.pools.items():
+        residency = block.residencies[tier]
+        ready = residency is not None and residency.state is READY
+        if ready and (durability == Durability.DRAM or pool.config.durable):
+            return True
+    return False
+
+
+def _kept_prefix(s: State, w: PersistWait, first: int = 0) -> int:
+    for index in range(first, len(w.path)):
+        if not _holds(s, w.path[index], w.durability):
             return index
-    return len(path)
+    return len(w.path)
 
 
 def advance_persists(s: State, now_ns: int) -> None:
-    """Copy down what waiting clients need; answer those that are done, or late, or can't be served."""
-    if not s.persists:
-        return
+    """Copy down what waiting clients need; answer those that are done, or late, or can't be served.
+
+    Looks only behind what was found kept before, and at everything again before it answers.
+    """
     waiting, s.persists = s.persists, []
     for w in waiting:
-        done = _durable_prefix(s, w.path)
-        if done == len(w.path) and (not w.synced or not w.path):
-            s.out.append(Persisted(w.request, done))
-        elif now_ns >= w.deadline_ns:
-            s.out.append(Persisted(w.request, 0 if w.synced else done))
-        elif w.syncing or _push(s, w, done, now_ns):
+        w.num_kept = _kept_prefix(s, w, w.num_kept)
+        if w.num_kept == len(w.path):
+            w.num_kept = _kept_prefix(s, w)
+        synced = w.durability == Durability.SYNCED and bool(w.path)
+        done = w.num_kept == len(w.path) and not synced
+        if not done and now_ns < w.deadline_ns and (w.syncing or _push(s, w, now_ns)):
             s.persists.append(w)
         else:
-            s.out.append(Persisted(w.request, 0 if w.synced else done))
+            s.out.append(Persisted(w.request, 0 if synced else _kept_prefix(s, w)))
 
 
-def _push(s: State, w: PersistWait, done: int, now_ns: int) -> bool:
+def _push(s: State, w: PersistWait, now_ns: int) -> bool:
     """Start or await the next step; False when nothing can be done for this path."""
-    if done == len(w.path):
+    if w.num_kept == len(w.path):
         w.syncing = True
         s.out.append(Sync(s.new_op(SyncOp([w]))))
         return True
-    block = w.path[done]
-    if any(r is not None and r.state == FILLING for r in block.residencies):
+    block = w.path[w.num_kept]
+    if any(r is not None and r.state is FILLING for r in block.residencies):
         return True
+    if w.durability == Durability.DRAM:
+        return False
     for pool in s.pools.values():
         residency = block.residencies[pool.tier]
-        if residency is not None and residency.state == READY and pool.sink is not None:
-            clean(s, pool, now_ns, only=w.path[done:])
+        if residency is not None and residency.state is READY and pool.sink is not None:
+            clean(s, pool, now_ns, only=islice(w.path, w.num_kept, None))
             return True
     return False
 
@@ -283,7 +290,7 @@ def on_sync_done(s: State, e: SyncDone, now_ns: int) -> None:
     for w in op.waits:
         if w in s.persists:
             s.persists.remove(w)
-            s.out.append(Persisted(w.request, _durable_prefix(s, w.path) if e.ok else 0))
+            s.out.append(Persisted(w.request, _kept_prefix(s, w) if e.ok else 0))
 
 
 # ---- borrowed slots
