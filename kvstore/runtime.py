@@ -397,6 +397,8 @@ class Runtime:
             counts = self.machine.count_sessions()
             yield "sessions", "Open sessions", [({"state": a.name.lower()}, n) for a, n in counts.items()]
             yield "leases", "Live leases", [({}, self.machine.num_leases)]
+            rows = [({"outcome": k}, float(n)) for k, n in self.machine.prefetches.items()]
+            yield "prefetched_blocks", "Blocks brought up ahead of need", rows
             yield "operations", "Running operations", [({}, self.machine.num_ops)]
             yield "healthy", "1 when serving", [({}, float(self.health == "serving"))]
         yield from self.more_gauges()

@@ -80,6 +80,8 @@ def on_open(s: State, e: OpenSession, now_ns: int) -> None:
 def on_signal(s: State, e: Signal, now_ns: int) -> None:
     session = get_session(s, e.session)
     activity = ACTIVITY_OF[e.kind]
+    if session.activity == Activity.TOOL_WAIT and activity == Activity.RUNNING:
+        s.foresight.wait_ended(session.tool, now_ns - session.since_ns)
     if activity == Activity.RUNNING and session.activity != Activity.RUNNING:
         session.note_request(now_ns)
     session.activity = activity
@@ -89,7 +91,9 @@ def on_signal(s: State, e: Signal, now_ns: int) -> None:
     session.expected_ns = e.expected_ns if e.kind == SignalKind.TOOL_START else -1
     s.sessions[e.session] = s.sessions.pop(e.session)  # keeps the table in order of last touch
     tell_policies(s, session, now_ns)
-    s.out.append(SessionChanged(session))
+    waits = activity == Activity.TOOL_WAIT
+    predicted = s.foresight.wait_began(session, s.limits.prefetch_lead_ns) if waits else None
+    s.out.append(SessionChanged(session, predicted_ns=predicted))
 
 
 def on_fork(s: State, e: Fork, now_ns: int) -> None:

@@ -35,7 +35,7 @@ class Share(NamedTuple):
 class Residency:
     """One copy of a block. `holds` counts running operations that read or write the slot."""
 
-    __slots__ = ("candidate", "holds", "num_kids", "op", "slot", "state")
+    __slots__ = ("candidate", "holds", "num_kids", "op", "prefetched", "slot", "state")
 
     def __init__(self, slot: Slot, state: ResidencyState, op: int) -> None:
         self.slot = slot
@@ -45,6 +45,8 @@ class Residency:
         self.holds = 0
         self.num_kids = 0
         """Children that have a residency in the same tier."""
+        self.prefetched = False
+        """Brought up ahead of need, and not read yet."""
         self.candidate = False
         """Known to the tier's policy as evictable."""
 

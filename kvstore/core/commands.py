@@ -161,6 +161,8 @@ class SessionChanged:
 
     session: Session
     num_abandoned: int = 0
+    predicted_ns: int | None = None
+    """How long the wait that has just begun is expected to take."""
 
 
 @dataclass(frozen=True, slots=True)

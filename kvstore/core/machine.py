@@ -128,10 +128,16 @@ class Machine:
         return self._s.num_stale
 
     @property
+    def prefetches(self) -> dict[str, int]:
+        """Blocks brought up ahead of need: started, read in time, evicted unread."""
+        s = self._s
+        return {"started": s.num_prefetched, "used": s.num_prefetch_used, "wasted": s.num_prefetch_wasted}
+
+    @property
     def busy(self) -> bool:
         """Does anything wait for time to pass?"""
         s = self._s
-        return bool(s.waiters or s.persists or s.ghosts or len(s.leases) or s.ops)
+        return bool(s.waiters or s.persists or s.ghosts or len(s.leases) or s.ops or s.foresight.waiting)
 
     def why_missing(self, keyspace: KeyspaceId, block_hash: BlockHash) -> str:
         """One line: why a block isn't resident."""
@@ -182,6 +188,7 @@ def _on_recovered(s: State, e: events.Recovered, now_ns: int) -> None:
 
 def _on_tick(s: State, e: events.Tick, now_ns: int) -> None:
     reading.expire_leases(s, now_ns)
+    reading.prefetch_due(s, now_ns)
     writing.expire_fills(s, now_ns)
     moving.drop_orphans(s, now_ns, s.limits.orphan_ttl_ns)
 

@@ -321,6 +321,8 @@ def promote(s: State, tip: Block, now_ns: int) -> int:
             slot = target.slots.allocate(block.share.size_class)
             assert slot is not None
             items.append(_start_copy(s, op, op_id, block, slot, now_ns))
+            op.blocks[-1][2].prefetched = True
+        s.num_prefetched += len(items)
         if items:
             s.moves_in_flight += 1
             s.out.append(Move(op_id, source.tier, target.tier, tuple(items), urgent=True))

@@ -119,6 +119,8 @@ def on_restore(s: State, e: Restore, now_ns: int) -> None:
     lease.ops.add(op_id)
     for block, residency, _ in op.blocks:
         residency.holds += 1
+        s.num_prefetch_used += residency.prefetched
+        residency.prefetched = False
         refresh(s, block, now_ns)
     s.out.append(RestorePlan(op_id, e.first, tuple(places)))
 
@@ -148,6 +150,14 @@ def _end_read(s: State, op: ReadOp, now_ns: int) -> None:
 def on_prefetch(s: State, e: Prefetch, now_ns: int) -> None:
     tip = live(get_session(s, e.session).tip)
     s.out.append(Prefetching(promote(s, tip, now_ns) if tip is not None else 0))
+
+
+def prefetch_due(s: State, now_ns: int) -> None:
+    """Tick: bring up the contexts of agents that are about to come back."""
+    for session in s.foresight.due(s.sessions, now_ns):
+        tip = live(session.tip)
+        if tip is not None:
+            promote(s, tip, now_ns)
 
 
 def on_detach(s: State, e: Detach, now_ns: int) -> None:

@@ -14,6 +14,7 @@ from itertools import pairwise
 from kvstore.core.blocks import Block, Residency, Share
 from kvstore.core.commands import Command, ReserveStatus
 from kvstore.core.eviction.protocol import EvictionPolicy
+from kvstore.core.foresight import Foresight
 from kvstore.core.leases import LeaseTable
 from kvstore.core.sessions import Session
 from kvstore.core.slots import SlotAllocator
@@ -64,6 +65,8 @@ class Limits:
     orphan_ttl_ns: int = 60 * 10**9
     quotas: Mapping[tuple[str, Tier], int] = field(default_factory=dict)
     """Bytes that a tenant may hold in a tier; a pair left out has no quota."""
+    prefetch_lead_ns: int = 2 * 10**9
+    """How long before a predicted resume its blocks should start to rise."""
     num_tombstones: int = 0
     """Evictions remembered for Explain."""
     session_idle_ns: int = 24 * 3600 * 10**9
@@ -249,6 +252,10 @@ class State:
         self.out: list[Command] = []
         self.next_op = 1
         self.num_stale = 0
+        self.foresight = Foresight()
+        self.num_prefetched = 0
+        self.num_prefetch_used = 0
+        self.num_prefetch_wasted = 0
         self.moves_in_flight = 0
 
     def new_op(self, op: Op) -> OpId:

@@ -167,6 +167,7 @@ def drop(s: State, block: Block, pool: Pool, now_ns: int, reason: str, keep_slot
     residency = block.residencies[pool.tier]
     assert residency is not None
     was_ready = residency.state == READY
+    s.num_prefetch_wasted += residency.prefetched
     _uncount(s, pool, block, residency, now_ns)
     block.residencies[pool.tier] = None
     if was_ready and (s.notices or s.limits.num_tombstones):

@@ -48,8 +48,8 @@ class SessionsService(rpcs.SessionsServicer):
         kind = events.SignalKind(request.kind)
         written = request.output_tokens or -1
         event = events.Signal(session_id(request.session_id), kind, request.tool[:ID_MAX], expected_ns, written)
-        self._runtime.session_event(event)
-        return pb.SignalReply(hint=hint)
+        changed = self._runtime.session_event(event)
+        return pb.SignalReply(hint=hint, predicted_s=(changed.predicted_ns or 0) / 1e9)
 
     @rpc
     async def Fork(self, request: pb.ForkRequest, context: Context) -> Any:
