@@ -23,7 +23,7 @@ import logging
 import mmap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +65,21 @@ class PoolSpec:
     def stride_bytes(self) -> int:
         """Bytes from one slot to the next."""
         return -(-self.slot_bytes // SLOT_ALIGN) * SLOT_ALIGN
+
+
+class After(Protocol):
+    """Something that copies can be told to wait for."""
+
+    @property
+    def event(self) -> Event:
+        """They start when it has happened."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point in some stream, for `after`."""
+
+    event: Event
 
 
 @dataclass
@@ -116,6 +131,7 @@ class Arena:
         self._into, self._out = backend.new_stream(), backend.new_stream()
         self._pinned: list[Pinned] = []
         self._ring: StagingRing | None = None
+        self._flat: HostBuffer | None = None
 
     @classmethod
     def create(cls, spec: PoolSpec, device: str | torch.device = "cpu", backend: Backend | None = None) -> Arena:
@@ -175,6 +191,19 @@ class Arena:
         """`[num_slots, stride_bytes]` uint8 where the pool is host memory, else None."""
         return self.tensor.numpy() if self.tensor.device.type == "cpu" else None
 
+    @property
+    def flat(self) -> HostBuffer:
+        """The pool as `kvstore_client` names places in it: uint8 `[num_slots * stride_bytes]`.
+
+        Host pools: the bytes. Device pools: a stand-in that can't be written and isn't contiguous, so that whoever
+        takes it for memory is refused; `hand.DeviceHand` knows it by identity.
+        """
+        if self._flat is None:
+            rows = self.host_view()
+            num_bytes = self.num_slots * self.stride_bytes
+            self._flat = rows.reshape(-1) if rows is not None else np.broadcast_to(np.zeros(1, np.uint8), (num_bytes,))
+        return self._flat
+
     def pin(self, memory: HostBuffer) -> PinnedRegion | None:
         """Register a host mapping for asynchronous copies; the caller closes the region before the mapping goes.
 
@@ -199,7 +228,7 @@ class Arena:
         """Undo `use_pinned`, before the memory goes."""
         self._pinned.remove(memory)
 
-    def copy_in(self, pairs: Iterable[PairIn], after: Sequence[CopyHandle] = ()) -> CopyHandle:
+    def copy_in(self, pairs: Iterable[PairIn], after: Sequence[After] = ()) -> CopyHandle:
         """Host -> slots. Each buffer is `slot_bytes` or `stride_bytes` long and must not change before `wait`.
 
         Raises: LayoutError for a slot or a length that doesn't fit, or a slot named twice.
@@ -213,7 +242,7 @@ class Arena:
             self._staging().send(stream, move.memory, move.in_pool)
         return CopyHandle(stream.record(), self.backend.compute_stream, [move.memory for move in moves])
 
-    def copy_out(self, pairs: Iterable[PairOut], after: Sequence[CopyHandle] = ()) -> CopyHandle:
+    def copy_out(self, pairs: Iterable[PairOut], after: Sequence[After] = ()) -> CopyHandle:
         """Slots -> host. Buffers are complete when `wait` has returned. Raises: as `copy_in`."""
         moves = [self._move(target, slot) for slot, target in pairs]
         stream = self._begin(self._out, after)
@@ -226,7 +255,7 @@ class Arena:
         return CopyHandle(stream.record(), self.backend.compute_stream, [move.memory for move in moves], finishers)
 
     def copy_in_slots(
-        self, dram: HostBuffer, sources: Slots, targets: Slots, after: Sequence[CopyHandle] = ()
+        self, dram: HostBuffer, sources: Slots, targets: Slots, after: Sequence[After] = ()
     ) -> CopyHandle:
         """Slots of one mapping -> slots of this pool, each `stride_bytes` long: the fast way for many.
 
@@ -241,7 +270,7 @@ class Arena:
         return CopyHandle(stream.record(), self.backend.compute_stream, [dram])
 
     def copy_out_slots(
-        self, dram: HostBuffer, sources: Slots, targets: Slots, after: Sequence[CopyHandle] = ()
+        self, dram: HostBuffer, sources: Slots, targets: Slots, after: Sequence[After] = ()
     ) -> CopyHandle:
         """Slots of this pool -> slots of one mapping; see `copy_in_slots`."""
         at_host, at_pool, sizes = self._slot_ends(dram, targets, sources)
@@ -256,7 +285,7 @@ class Arena:
         pairs: Sequence[PairIn],
         expected: npt.NDArray[np.uint64] | None = None,
         layers_per_event: int = 1,
-        after: Sequence[CopyHandle] = (),
+        after: Sequence[After] = (),
     ) -> LayerRestore:
         """`copy_in` layer by layer, with an event for each group of layers, so that attention of layer l waits for
         it only.
@@ -310,7 +339,7 @@ class Arena:
             self.tensor = self.tensor[:0]
             release()
 
-    def _begin(self, stream: Stream, after: Sequence[CopyHandle]) -> Stream:
+    def _begin(self, stream: Stream, after: Sequence[After]) -> Stream:
         stream.wait_for(self.backend.compute_stream().record())
         for handle in after:
             stream.wait_for(handle.event)

@@ -84,8 +84,15 @@ def _nvrtc() -> str:
     return f"compiled for {', '.join(ARCHITECTURES)}"
 
 
+def _need_device() -> None:
+    try:
+        _device()
+    except Unavailable as error:
+        raise Unavailable("", "needs a CUDA device") from error
+
+
 def _kernels() -> str:
-    _device()
+    _need_device()
     import torch
 
     from kvstore_gpu.kernels import CudaKernels
@@ -97,7 +104,7 @@ def _kernels() -> str:
 def _batched() -> str:
     from kvstore_gpu.driver import Driver
 
-    _device()
+    _need_device()
     if not Driver.load().can_batch:
         raise Unavailable(
             "", "the driver lacks cuMemcpyBatchAsync_v2", "a CUDA 13 driver; until then copies go one by one"
@@ -108,7 +115,7 @@ def _batched() -> str:
 def _pinned() -> str:
     from kvstore_gpu.pinned import memory_limits
 
-    _device()
+    _need_device()
     limits = memory_limits()
     if limits.memlock_bytes is not None and limits.memlock_bytes < 1 << 30:
         return f"{limits.text()}; if registering fails, copies go through a staging ring"
@@ -116,7 +123,7 @@ def _pinned() -> str:
 
 
 def _ipc() -> str:
-    _device()
+    _need_device()
     return "a pool can be opened by another process on this machine"
 
 
@@ -139,7 +146,7 @@ def _storage(found: Report, folder: Path | None) -> Finding:
         return Finding(name, False, "kvikio isn't installed; NVMe reads go through pinned memory", MEND)
     device = next(finding for finding in found if finding.path == "CUDA device")
     if not device.available:
-        return Finding(name, False, f"kvikio is installed, but {device.why}", device.mend)
+        return Finding(name, False, "kvikio is installed; needs a CUDA device")
     hints = "; ".join(storage_hints(folder))
     if folder is None:
         return Finding(name, False, f"not tried, no folder was named{'; ' if hints else ''}{hints}")

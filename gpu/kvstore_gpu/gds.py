@@ -10,12 +10,14 @@ What kvikio leaves to its user, and what we do about it:
 - cuFile 1.17 and newer can hang while opening its driver on a machine without one: without libcuda, compatibility mode
   is set before anything opens it.
 - It knows nothing of streams: the producer's event is waited for first.
-- The pool is registered once, when the path is made, and deregistered in `close`.
+- A pool is registered once, when its first slab is opened, and deregistered when the last is closed.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,9 +94,9 @@ class GdsPath:
             self._file = self._kvikio.CuFile(path, "r+")
         except RuntimeError as error:
             raise Unavailable("GPUDirect Storage", f"{path} can't be opened: {error}") from error
-        self._registered = arena.tensor.device.type == "cuda"
-        if self._registered:
-            self._kvikio.memory_register(arena.tensor)
+        self._on_device = arena.tensor.device.type == "cuda"
+        if self._on_device:
+            _hold(self._kvikio, arena)
 
     def read(self, pieces: Sequence[Piece]) -> Batch:
         """See `NvmePath`."""
@@ -106,10 +108,15 @@ class GdsPath:
 
     def close(self) -> None:
         """See `NvmePath`."""
-        if self._registered:
-            self._kvikio.memory_deregister(self.arena.tensor)
-            self._registered = False
-        self._file.close()
+        if not self._file.closed:
+            self._file.close()
+            if self._on_device:
+                _let_go(self._kvikio, self.arena)
+
+    @property
+    def unlinked(self) -> bool:
+        """Whether the file has no name any more, so that only this path keeps its space."""
+        return os.fstat(self._file.fileno()).st_nlink == 0
 
     def _start(self, call: Any, pieces: Sequence[Piece]) -> Batch:
         check_pieces(pieces, self.arena)
@@ -117,11 +124,33 @@ class GdsPath:
             raise LayoutError("the pool doesn't begin on 4 KiB")
         self.arena.backend.compute_stream().record().wait()
         rows = [self.arena.tensor[slot // self.arena.stride_bytes] for _, slot in pieces]
-        buffers = rows if self._registered else [row.numpy() for row in rows]
+        buffers = rows if self._on_device else [row.numpy() for row in rows]
         started = list[Any]()
         for (offset, _), buffer in zip(pieces, buffers, strict=True):
             started.append(_attempt(call, buffer, self.arena.stride_bytes, offset))
         return _GdsBatch(self, rows, started, self.arena.stride_bytes)
+
+
+_users: dict[int, int] = {}
+_users_lock = threading.Lock()
+
+
+def _hold(kvikio: Any, arena: Arena) -> None:
+    """A pool is registered with cuFile once, however many slabs are open; cuFile refuses a second time."""
+    with _users_lock:
+        address = arena.tensor.data_ptr()
+        if address not in _users:
+            kvikio.memory_register(arena.tensor)
+        _users[address] = _users.get(address, 0) + 1
+
+
+def _let_go(kvikio: Any, arena: Arena) -> None:
+    with _users_lock:
+        address = arena.tensor.data_ptr()
+        _users[address] -= 1
+        if not _users[address]:
+            del _users[address]
+            kvikio.memory_deregister(arena.tensor)
 
 
 def _attempt(call: Any, buffer: Any, num_bytes: int, offset: int) -> Any:

@@ -106,8 +106,11 @@ class Backend(Protocol):
     needs_pinned: bool
     """Whether host memory must be pinned for a copy to be asynchronous."""
 
+    def enter(self) -> None:
+        """Make the calling thread able to use this backend; the thread that made it is already."""
+
     def compute_stream(self) -> Stream:
-        """The stream on which the caller computes now."""
+        """The stream on which the calling thread computes now."""
 
     def new_stream(self) -> Stream:
         """A stream of its own, before compute in priority."""
@@ -145,6 +148,9 @@ class InlineBackend:
 
     def __init__(self) -> None:
         self._stream = _Inline()
+
+    def enter(self) -> None:
+        """See `Backend`."""
 
     def compute_stream(self) -> Stream:
         """See `Backend`."""
@@ -220,6 +226,11 @@ class CudaBackend:
         self.device, self.driver = device, driver
         torch.zeros(1, device=device)  # makes the primary context current in this thread
         driver.bind()
+
+    def enter(self) -> None:
+        """See `Backend`."""
+        torch.cuda.set_device(self.device)
+        self.driver.enter()
 
     def compute_stream(self) -> Stream:
         """See `Backend`."""

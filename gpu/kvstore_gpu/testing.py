@@ -89,6 +89,9 @@ class FakeBackend:
         self._compute = FakeStream(self)
         self._streams = [self._compute]
 
+    def enter(self) -> None:
+        """See `Backend`."""
+
     def compute_stream(self) -> Stream:
         """See `Backend`."""
         return self._compute

@@ -111,6 +111,7 @@ def patches(libcuda: str) -> list[Any]:
         "get_device_capability": lambda device: (9, 0),
         "get_device_name": lambda: "host memory",
         "current_device": lambda: 0,
+        "set_device": lambda device: None,
         "mem_get_info": lambda device=None: (1 << 30, 2 << 30),
         "current_stream": lambda device=None: Stream(),
         "stream": lambda stream: nullcontext(),

@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-ITEMS = [verify.kernels, verify.copies, verify.layers, verify.order, verify.ipc, verify.quantised]
+ITEMS = [verify.kernels, verify.copies, verify.layers, verify.hand, verify.order, verify.ipc, verify.quantised]
 
 
 @pytest.mark.parametrize("item", ITEMS)

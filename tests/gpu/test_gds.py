@@ -93,6 +93,53 @@ way.close()
 """
 
 
+HAND = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from kvstore.tiers.files import OpenFile
+from kvstore.tiers.transfer import Copy, File, Memory, Priority, checksums_of
+from kvstore_gpu.arena import Arena, PoolSpec
+from kvstore_gpu.hand import DeviceHand
+from kvstore_gpu.nvme import random_block
+spec = PoolSpec(8, 2, 300_000)
+arena = Arena.create(spec)
+hand = DeviceHand(arena, use_gds=True, num_buffers=2)
+files, blocks = [], [random_block(spec.stride_bytes, i) for i in range(8)]
+for name, part in (("a", blocks[:4]), ("b", blocks[4:])):
+    path = Path(sys.argv[1]) / name
+    path.write_bytes(b"".join(block.tobytes() for block in part))
+    files.append(OpenFile.open(path, os.O_RDWR, direct=False))
+os.ftruncate(files[1].fd, 3 * spec.stride_bytes)
+copies = [
+    Copy(
+        File(files[i // 4], i % 4 * spec.stride_bytes),
+        Memory(arena.flat, (7 - i) * spec.stride_bytes),
+        spec.slot_bytes,
+        spec.slice_bytes,
+        checksums_of(blocks[i][: spec.slot_bytes].data, spec.slice_bytes),
+    )
+    for i in range(8)
+]
+results = hand.submit(copies, Priority.READ).wait(30)
+assert [result.ok for result in results] == [True] * 7 + [False], results
+assert hand.num_gds_fallbacks == 1
+for i in range(7):
+    assert np.array_equal(arena.tensor[7 - i].numpy(), blocks[i])
+os.unlink(Path(sys.argv[1]) / "a")
+(Path(sys.argv[1]) / "c").write_bytes(blocks[5].tobytes())
+third = OpenFile.open(Path(sys.argv[1]) / "c", os.O_RDWR, direct=False)
+copies[5].source = File(third, 0)
+assert hand.submit(copies[5:6], Priority.READ).wait(30)[0].ok
+assert len(hand._gds) == 2
+hand.close()
+"""
+
+
+def test_the_hand_reads_by_kvikio_and_falls_back(stub: Path, tmp_path: Path) -> None:
+    run(HAND, str(tmp_path), stub=stub)
+
+
 def test_slots_go_through_kvikio_and_back(stub: Path, tmp_path: Path) -> None:
     assert "EOF" in run(ROUND_TRIP, str(tmp_path), stub=stub)
 

@@ -53,6 +53,7 @@ def run(results: Results, device: str, sizes: Sizes, folder: Path) -> None:
     results.run("kernels against the host's reference", lambda: verify.kernels(device))
     results.run("copies in and out", lambda: verify.copies(device))
     results.run("layer-wise restore", lambda: verify.layers(device))
+    results.run("the client's hand", lambda: verify.hand(device))
     results.run("quantised copies", lambda: verify.quantised(device))
     found = _storage(results, device, sizes, folder)
     if device == "cpu":

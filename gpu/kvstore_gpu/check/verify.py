@@ -13,10 +13,12 @@ import torch
 import xxhash
 
 from kvstore.core.types import Slot
+from kvstore.tiers.transfer import Copy, Memory, Priority
 from kvstore_gpu.arena import Arena, PoolSpec
 from kvstore_gpu.build import ARCHITECTURES, compile_cubin
 from kvstore_gpu.check.rows import NotHere, Row, plain
 from kvstore_gpu.errors import Unavailable
+from kvstore_gpu.hand import DeviceHand
 from kvstore_gpu.kernels import HostKernels, Kernels, TorchKernels, best_kernels
 from kvstore_gpu.layout import EnginePool
 from kvstore_gpu.nvme import random_block
@@ -178,6 +180,29 @@ def layers(device: str) -> list[Row]:
         missed = restore.finish() != [(2, 5)]
         return [plain("layer-wise restore, damage not named or wrongly named", int(missed), "", 0)]
     finally:
+        arena.close()
+
+
+def hand(device: str) -> list[Row]:
+    """The client's way: offload with checksums and restore verified, through the hand's thread."""
+    arena = Arena.create(SPEC, device)
+    mover = DeviceHand(arena)
+    try:
+        first, second = random_block(4 * SPEC.stride_bytes, 6), np.zeros(4 * SPEC.stride_bytes, dtype=np.uint8)
+        shape = (SPEC.slot_bytes, SPEC.slice_bytes)
+        slots = [Memory(arena.flat, i * SPEC.stride_bytes) for i in range(8)]
+        up = [Copy(Memory(first, s.offset), s, *shape) for s in slots[:4]]
+        down = [Copy(s, Memory(second, s.offset), *shape, want_checksums=True) for s in slots[:4]]
+        results = mover.submit(up, Priority.READ).wait(30) + (stored := mover.submit(down, Priority.WRITE).wait(30))
+        sums = [result.checksums for result in stored]
+        again = [Copy(Memory(second, i * SPEC.stride_bytes), slots[4 + i], *shape, sums[i]) for i in range(4)]
+        results += mover.submit(again, Priority.READ).wait(30)
+        failed = sum(not result.ok for result in results)
+        rows = zip(first.reshape(4, -1), second.reshape(4, -1), strict=True)
+        wrong = sum(int((a[: SPEC.slot_bytes] != b[: SPEC.slot_bytes]).sum()) for a, b in rows)
+        return [plain("offload and restore by the client's hand, wrong bytes", wrong + failed, "", 0)]
+    finally:
+        mover.close()
         arena.close()
 
 
