@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from kvstore.core.eviction import POLICIES
 from kvstore.errors import InvalidField
 from kvstore.sizes import parse_bytes
 
@@ -59,6 +60,13 @@ class EngineConfig(BaseModel):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """0: any free port."""
+
+    @field_validator("eviction")
+    @classmethod
+    def _known_policy(cls, value: str) -> str:
+        if value not in POLICIES:
+            raise ValueError(f"{value!r} is no policy; known: {', '.join(sorted(POLICIES))}")
+        return value
 
     @model_validator(mode="after")
     def _chunks_are_whole_blocks(self) -> EngineConfig:

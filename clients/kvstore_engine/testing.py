@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -151,3 +152,20 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Bytes beyond 255 and the end token have no text."""
         return bytes(i for i in ids if 0 < i < 256).decode(errors="replace")
+
+
+def save_tiny_model(directory: Path, seed: int = 0) -> None:
+    """A tiny random model with a byte-level tokenizer and a chat template, as a directory that any engine can load."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(BPE({"<end>": 0, **{c: i + 1 for i, c in enumerate(alphabet)}}, []))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>")
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+    tokenizer.save_pretrained(str(directory))
+    torch.manual_seed(seed)
+    LlamaForCausalLM(LlamaConfig(**TINY)).to(torch.bfloat16).save_pretrained(str(directory))

@@ -1,0 +1,205 @@
+"""Engine and service together: what is restored, from wherever and after whatever, continues with the same bits.
+
+A tiny random model, a real service process. Logits are compared as digests of their bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvstore.testing.service import ServiceProcess
+from kvstore_engine import scheduler as scheduler_module
+from kvstore_engine.client_store import ServiceStore
+from kvstore_engine.config import EngineConfig
+from kvstore_engine.engine import Engine
+from kvstore_engine.sampling import Sampler, SamplingParams
+from kvstore_engine.sequence import EndEvent, TurnEnd
+from kvstore_engine.store import NullStore
+from kvstore_engine.testing import tiny_config, tiny_model
+
+MIB = 1 << 20
+GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
+CONFIG = tiny_config(pool_bytes=40 * 4096, restore_timeout_s=20, offload_timeout_s=20)
+
+
+class RecordingSampler(Sampler):
+    """Digests of all logits that tokens were chosen from, in order of requests' creation."""
+
+    made: list[RecordingSampler]
+
+    def __init__(self, params: SamplingParams) -> None:
+        super().__init__(params)
+        self.digests: list[str] = []
+        self.made.append(self)
+
+    def choose(self, logits: torch.Tensor) -> int:
+        self.digests.append(hashlib.sha256(logits.numpy().tobytes()).hexdigest())
+        return super().choose(logits)
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RecordingSampler]:
+    RecordingSampler.made = []
+    monkeypatch.setattr(scheduler_module, "Sampler", RecordingSampler)
+    return RecordingSampler.made
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[ServiceProcess]:
+    process = ServiceProcess(tmp_path, dram_bytes=MIB, nvme_bytes=32 * MIB, segment_bytes=MIB // 4, lease_ttl_s=1)
+    process.options["dram_policy"] = "leaf-lru"  # what sinks is then plain to see
+    process.start()
+    yield process
+    process.stop()
+
+
+def engine_on(service: ServiceProcess | None, config: EngineConfig = CONFIG) -> Engine:
+    model = tiny_model(config)
+    if service is None:
+        return Engine(config, model, NullStore())
+    store = ServiceStore(
+        service.address,
+        model.keyspace,
+        restore_timeout_s=config.restore_timeout_s,
+        offload_timeout_s=config.offload_timeout_s,
+    )
+    return Engine(config, model, store)
+
+
+def ids_of(n: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, 512) for _ in range(n)]
+
+
+def turn(engine: Engine, ids: list[int], session: str = "", tool: str = "") -> EndEvent:
+    end = engine.generate(ids, GREEDY, session=session, on_end=lambda text: TurnEnd(tool))
+    assert engine.wait_quiet(60)
+    return end
+
+
+def forget(engine: Engine, seed: int = 99) -> None:
+    """Fill the pool, and thus the local cache, with something else."""
+    turn(engine, ids_of(engine.pool.num_slots * 16 - 8, seed), session=f"filler-{seed}")
+
+
+def fresh_digests(end: EndEvent, ids: list[int]) -> list[str]:
+    """Logits of a run without a store that computes with the same boundaries."""
+    assert end.plan is not None
+    with engine_on(None) as engine:
+        again = engine.generate(ids, GREEDY, use_cache=False, plan=end.plan)
+    assert again.tokens == end.tokens
+    assert again.usage.cached_tokens == 0
+    return RecordingSampler.made[-1].digests
+
+
+def test_restored_from_each_tier_equals_fresh_compute(
+    service: ServiceProcess, recorded: list[RecordingSampler]
+) -> None:
+    with engine_on(service) as engine:
+        first = turn(engine, ids_of(200, 1), session="a", tool="bash")
+        longer = [*ids_of(200, 1), *first.tokens, *ids_of(30, 2)]
+
+        hbm = turn(engine, longer, session="a", tool="bash")
+        assert (hbm.usage.hbm_tokens, hbm.usage.dram_tokens, hbm.usage.nvme_tokens) == (192, 0, 0)
+        in_hbm = recorded[-1].digests
+        assert in_hbm == fresh_digests(hbm, longer)
+
+        forget(engine)
+        dram = turn(engine, longer, session="a")  # idle now: first among those that sink
+        assert dram.usage.dram_tokens == 224
+        in_dram = recorded[-1].digests
+
+        for seed in range(100, 110):  # 10 x 39 blocks of 4 KiB through 1 MiB of DRAM
+            forget(engine, seed)
+        nvme = turn(engine, longer)  # no session, so that nothing is prefetched to DRAM first
+        assert nvme.usage.nvme_tokens > 0
+        assert nvme.usage.nvme_tokens + nvme.usage.dram_tokens == 224
+        in_nvme = recorded[-1].digests
+
+        assert in_dram == in_nvme == fresh_digests(nvme, longer)
+        assert hbm.tokens == dram.tokens == nvme.tokens
+        counters = engine.counters
+        assert counters.restored_blocks_dram > 0 and counters.restored_blocks_nvme > 0
+
+
+def test_a_new_engine_and_a_restarted_service_continue_the_session(
+    service: ServiceProcess, recorded: list[RecordingSampler]
+) -> None:
+    ids = ids_of(200, 1)
+    with engine_on(service) as engine:
+        first = turn(engine, ids, session="a", tool="bash")
+    service.kill()
+    service.start()
+    longer = [*ids, *first.tokens, *ids_of(30, 2)]
+    with engine_on(service) as engine:
+        second = turn(engine, longer, session="a")
+        assert second.usage.nvme_tokens + second.usage.dram_tokens == 192
+    restored = recorded[-1].digests
+    assert first.plan is not None
+    # The new engine doesn't know how the first one cut its chunks; the test does.
+    cuts = tuple(s for s in first.plan if s[0] < 192)
+    with engine_on(None) as engine:
+        again = engine.generate(longer, GREEDY, use_cache=False, plan=(*cuts, (192, 224), (224, len(longer))))
+    assert again.tokens == second.tokens
+    assert recorded[-1].digests == restored
+
+
+def test_fork_and_supersession_give_the_bits_of_fresh_compute(
+    service: ServiceProcess, recorded: list[RecordingSampler]
+) -> None:
+    ids = ids_of(160, 1)
+    with engine_on(service) as engine:
+        turn(engine, ids, session="parent", tool="agent")
+        forget(engine)
+        engine.fork_session("parent", "child")
+        forked = turn(engine, [*ids, *ids_of(40, 3)], session="child")
+        assert forked.usage.dram_tokens + forked.usage.nvme_tokens == 160
+        assert recorded[-1].digests == fresh_digests(forked, [*ids, *ids_of(40, 3)])
+
+        forget(engine, 98)
+        compacted = [*ids[:64], *ids_of(50, 4)]  # the context was cut and continued otherwise
+        superseded = turn(engine, compacted, session="parent")
+        assert superseded.usage.cached_tokens == 64
+        assert recorded[-1].digests == fresh_digests(superseded, compacted)
+
+
+def test_eight_restored_together_equal_each_alone(service: ServiceProcess, recorded: list[RecordingSampler]) -> None:
+    config = tiny_config(pool_bytes=100 * 4096, restore_timeout_s=20, offload_timeout_s=20)
+    prompts = {f"s{i}": ids_of(100 + 9 * i, 50 + i) for i in range(8)}
+    with engine_on(service, config) as engine:
+        for session, ids in prompts.items():
+            turn(engine, ids, session=session, tool="bash")
+        forget(engine)
+        streams = {s: engine.stream(ids, GREEDY, session=s) for s, ids in prompts.items()}
+        together: dict[str, EndEvent] = {}
+        for session, stream in streams.items():
+            together[session] = next(e for e in stream if isinstance(e, EndEvent))
+        batch = {s: sampler.digests for s, sampler in zip(prompts, recorded[-8:], strict=True)}
+        assert all(end.usage.cached_tokens > 0 for end in together.values())
+    for session, ids in prompts.items():
+        assert fresh_digests(together[session], ids) == batch[session]
+
+
+def test_kill_of_the_service_costs_time_and_nothing_else(service: ServiceProcess) -> None:
+    ids = ids_of(200, 1)
+    with engine_on(service) as engine:
+        first = turn(engine, ids, session="a", tool="bash")
+        service.kill()
+        forget(engine)
+        second = turn(engine, ids, session="a", tool="bash")
+        assert second.usage.cached_tokens == 0
+        assert second.tokens == first.tokens
+        service.start()
+        for _ in range(600):  # the client comes back by itself
+            forget(engine)
+            third = turn(engine, ids, session="a", tool="bash")
+            assert third.tokens == first.tokens
+            if third.usage.cached_tokens:
+                break
+        assert third.usage.nvme_tokens + third.usage.dram_tokens == 192
