@@ -287,8 +287,7 @@ class Arena:
         layers_per_event: int = 1,
         after: Sequence[After] = (),
     ) -> LayerRestore:
-        """`copy_in` layer by layer, with an event for each group of layers, so that attention of layer l waits for
-        it only.
+        """`copy_in` by groups of layers, an event for each: attention of layer l waits for layer l only.
 
         `expected` is `[pair, slice]` XXH3-64: the slices are then summed on the device, after their copy and before
         their event; `LayerRestore.finish` names the wrong ones. Sources that aren't pinned are staged, which holds the
