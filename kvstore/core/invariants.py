@@ -34,6 +34,10 @@ def _check_pool(s: State, pool: Pool, blocks: list[Block]) -> None:
     assert used == len(copies) + detached + pool.num_borrowed, "used slots = filling + ready + draining + borrowed"
     borrowed = [slot for lease in s.leases.all() for slot, tier in lease.borrowed.items() if tier == pool.tier]
     assert len(borrowed) == pool.num_borrowed and not set(borrowed) & set(slots)
+    cleaning = [
+        op for op in s.ops.values() if isinstance(op, MoveOp) and op.source is pool and op.target.tier > pool.tier
+    ]
+    assert pool.num_cleaning == len(cleaning)
     assert pool.dirty_bytes == sum(b.share.size_class for b in pool.dirty)
     if pool.lower is not None:
         assert set(pool.dirty) == {

@@ -90,13 +90,13 @@ class LeaseTable:
 
     def expired(self, now_ns: int) -> list[Lease]:
         """Leases whose time is over, oldest first. The caller removes them."""
-        found = []
+        found: dict[LeaseId, Lease] = {}
         while self._expiry and self._expiry[0][0] <= now_ns:
             _, lease_id = heapq.heappop(self._expiry)
             lease = self._leases.get(lease_id)
-            if lease is not None and lease.expires_ns <= now_ns and lease not in found:
-                found.append(lease)
-        return found
+            if lease is not None and lease.expires_ns <= now_ns:
+                found[lease_id] = lease
+        return list(found.values())
 
     def next_expiry_ns(self) -> int | None:
         """When `expired` may next find something; None when there is no lease."""

@@ -51,7 +51,7 @@ def make_room(s: State, pool: Pool, share: Share, now_ns: int) -> Room:
             drop(s, victim, pool, now_ns, "evicted")
     if _has_room(pool, share):
         return Room.FREE
-    if pool.num_draining or _cleaning(s, pool) or clean(s, pool, now_ns, force=True):
+    if pool.num_draining or pool.num_cleaning or clean(s, pool, now_ns, force=True):
         return Room.LATER
     return Room.FREE if _drop_dirty(s, pool, share, now_ns) and _has_room(pool, share) else Room.NONE
 
@@ -68,10 +68,6 @@ def _victim(pool: Pool, share: Share, now_ns: int) -> Block | None:
         return None
     other = max(pool.num_candidates, key=pool.num_candidates.__getitem__)
     return pool.policy(other).victim(now_ns) if pool.num_candidates[other] else None
-
-
-def _cleaning(s: State, pool: Pool) -> bool:
-    return any(isinstance(op, MoveOp) and op.source is pool for op in s.ops.values()) if s.moves_in_flight else False
 
 
 def _drop_dirty(s: State, pool: Pool, share: Share, now_ns: int) -> bool:
@@ -153,6 +149,7 @@ def clean(s: State, pool: Pool, now_ns: int, force: bool = False, only: Iterable
         del s.ops[op_id]
         return False
     s.moves_in_flight += 1
+    pool.num_cleaning += 1
     s.out.append(Move(op_id, pool.tier, target.tier, tuple(items), urgent=only is not None or force))
     return True
 
@@ -204,6 +201,8 @@ def on_move_done(s: State, e: MoveDone, now_ns: int) -> None:
         s.num_stale += 1
         return
     s.moves_in_flight -= 1
+    if op.target.tier > op.source.tier:
+        op.source.num_cleaning -= 1
     if e.tier_dead:
         set_alive(s, op.target, False, now_ns)
     failed, corrupt = set(e.failed) | set(e.corrupt), set(e.corrupt)

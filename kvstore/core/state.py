@@ -89,6 +89,8 @@ class Pool:
         self.num_ready = 0
         self.num_draining = 0
         self.num_borrowed = 0
+        self.num_cleaning = 0
+        """Moves under way that copy dirty blocks of this tier down."""
         self.num_candidates: dict[Share, int] = {}
         self.alive = True
         self.lower: Pool | None = None
