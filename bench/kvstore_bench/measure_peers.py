@@ -85,9 +85,8 @@ def goal_of(goal: Goal, blocks: Blocks) -> float | None:
 
 
 def row_name(goal: Goal, peer: Peer, blocks: Blocks) -> str:
-    """`get, 256 x 2MiB, against NAME, WHO`."""
-    size = f"{blocks.num_blocks} x {format_bytes(blocks.block_bytes)}"
-    return f"{goal.path}, {size}, against {peer.name}, {goal.who}"
+    """`NAME: get, 256 x 2MiB, WHO`."""
+    return f"{peer.name}: {goal.path}, {blocks.num_blocks} x {format_bytes(blocks.block_bytes)}, {goal.who}"
 
 
 def measure_peer(peer: Peer, rigs: dict[str, ours.Ours], blocks: Blocks, rounds: int, folder: Path) -> list[Row]:

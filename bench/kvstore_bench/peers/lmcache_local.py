@@ -10,10 +10,11 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from kvstore_bench.measure_io import timed
 from kvstore_bench.peers.blocks import Blocks
 from kvstore_bench.peers.store import Goal, Peer, PeerFailed, absent_module, drop_cache, wait_until
 
@@ -82,6 +83,18 @@ class Cpu:
             room = self.filled(index)
             self._backend.submit_put_task(self.key(number, index), room)
             room.ref_count_down()
+        if number == 0:
+            self.tune(lambda: self.get(False))
+
+    def tune(self, get: Callable[[], None]) -> None:
+        """Let torch copy with one thread or with all, whichever is faster: next to other work, more can be slower."""
+        counts = sorted({1, os.cpu_count() or 1})
+        seconds: dict[int, list[float]] = {n: [] for n in counts}
+        for _ in range(3):
+            for num_threads in counts:
+                self._torch.set_num_threads(num_threads)
+                seconds[num_threads].append(timed(get))
+        self._torch.set_num_threads(min(counts, key=lambda n: min(seconds[n])))
 
     def get(self, verify: bool) -> None:
         """Look up and copy. Raises PeerFailed."""
@@ -122,6 +135,8 @@ class Disk:
             self._backend.submit_put_task(self._cpu.key(number, index), room)
             room.ref_count_down()
         wait_until(lambda: all(self._backend.contains(self._cpu.key(number, i)) for i in range(n)), "its writes", 120)
+        if number == 0:
+            self._cpu.tune(lambda: self.get(False))
 
     def get(self, verify: bool) -> None:
         """Its batched read, then the copy. Raises PeerFailed."""

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.core.hashing import TokenChain
 from kvstore.core.types import Durability, Tier
@@ -84,9 +85,9 @@ class Ours:
             raise SetupError(f"bench: {from_tier} of {blocks.num_blocks} blocks came from {self._tier.label}: {got}")
         self.moved_bytes += blocks.total_bytes
 
-    def match(self) -> int:
-        """Blocks that a lookup finds."""
-        return self._client.match(self._chain)
+    def match(self, chain: TokenChain) -> int:
+        """Blocks of a context that a lookup finds."""
+        return self._client.match(chain)
 
     def cool(self) -> None:
         """Nothing to do: reads are O_DIRECT."""
@@ -96,10 +97,15 @@ class Ours:
         self._client.end(f"put-{number}")
 
 
+def tokens_of(blocks: Blocks, seed: int) -> npt.NDArray[np.int64]:
+    """Token ids of a context as long as the blocks."""
+    return np.random.default_rng(seed).integers(0, 50_000, blocks.num_blocks * blocks.keyspace.block_tokens)
+
+
 def chain_of(blocks: Blocks, seed: int) -> TokenChain:
-    """A context as long as the blocks."""
+    """The same, hashed."""
     chain = TokenChain(blocks.keyspace)
-    chain.extend(np.random.default_rng(seed).integers(0, 50_000, blocks.num_blocks * blocks.keyspace.block_tokens))
+    chain.extend(tokens_of(blocks, seed))
     return chain
 
 
