@@ -30,6 +30,7 @@ from kvstore.tiers.transfer import TransferEngine
 from kvstore_api.v1 import kvstore_pb2 as pb
 from kvstore_api.v1 import kvstore_pb2_grpc as rpcs
 from kvstore_client.descriptors import Descriptors
+from kvstore_client.movers import Mover
 from kvstore_client.sharing import SharedReads
 from kvstore_client.statuses import error_of
 from kvstore_client.values import Lease, PoolReport
@@ -58,11 +59,21 @@ class Connection:
         address: `unix:/path/to/socket`.
         timeout_s: bound of every call that names none.
         io_threads: file reads in flight.
+        engine: what moves the bytes, for pools that the host can't reach (`kvstore_gpu.hand.DeviceHand`); the client
+            closes it. Default: a `TransferEngine` over host memory.
 
     Raises Unavailable when the service doesn't answer.
     """
 
-    def __init__(self, address: str, *, client_id: str = "", timeout_s: float = 10.0, io_threads: int = 8) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        client_id: str = "",
+        timeout_s: float = 10.0,
+        io_threads: int = 8,
+        engine: Mover | None = None,
+    ) -> None:
         if not address.startswith("unix:"):
             raise InvalidField("address", f"{address!r} is no unix socket", "give unix:/path, as the service prints it")
         self.address = address
@@ -72,7 +83,7 @@ class Connection:
         self._cache = rpcs.KVCacheStub(self._channel)
         self._index = rpcs.KVIndexStub(self._channel)
         self._sessions = rpcs.SessionsStub(self._channel)
-        self._engine = TransferEngine(io_threads)
+        self._engine: Mover = engine or TransferEngine(io_threads)
         self._lock = threading.Lock()
         self._keyspaces: dict[KeyspaceId, Keyspace] = {}
         self._open_sessions: dict[str, KeyspaceId] = {}

@@ -19,8 +19,9 @@ from kvstore.core.keyspace import Keyspace
 from kvstore.core.record import NO_PARENT, Record
 from kvstore.core.types import BlockHash, Tier
 from kvstore.errors import InvalidField, KVStoreError, TransferError, Unavailable
-from kvstore.tiers.transfer import Copy, CopyResult, File, Memory, Priority, Transfer, TransferEngine
+from kvstore.tiers.transfer import Copy, CopyResult, File, Memory, Priority
 from kvstore_client.descriptors import Descriptors
+from kvstore_client.movers import Mover, Moving
 from kvstore_client.pool import Pool
 from kvstore_client.sharing import Key, SharedReads
 
@@ -73,7 +74,7 @@ def confirm(record: Record, chain: TokenChain, index: int) -> str | None:
 
 
 def read_blocks(
-    engine: TransferEngine,
+    engine: Mover,
     shared: SharedReads,
     chain: TokenChain,
     first: int,
@@ -105,7 +106,7 @@ class _Reading:
 
     def __init__(
         self,
-        engine: TransferEngine,
+        engine: Mover,
         first: int,
         pool: Pool,
         slots: Sequence[int],
@@ -137,7 +138,7 @@ class _Reading:
         keys = {(self.descriptors.boot_epoch, slot, record.hash): i for i, (slot, record) in self.nvme.items()}
         flight, others = shared.board((key, self.target(i)) for key, i in keys.items())
         good: list[Key] = []
-        copying: Transfer | None = None
+        copying: Moving | None = None
         try:
             mine = [keys[key] for key in flight.places]
             copying = self.start([self.copy(i, Memory(self.arena, s), r) for i, (s, r) in self.dram.items()])
@@ -178,10 +179,10 @@ class _Reading:
         self.out.num_shared += len(sources) - len(failed)
         return failed
 
-    def start(self, copies: list[Copy]) -> Transfer:
+    def start(self, copies: list[Copy]) -> Moving:
         return self.engine.submit(copies, Priority.READ, max(self.deadline - time.monotonic(), 0.0))
 
-    def ended(self, transfer: Transfer) -> list[KVStoreError | None]:
+    def ended(self, transfer: Moving) -> list[KVStoreError | None]:
         return [result.error for result in finish(transfer, self.deadline)]
 
     def judge(self, i: int, error: KVStoreError | None) -> None:
@@ -206,7 +207,7 @@ def arena_of(descriptors: Descriptors) -> npt.NDArray[np.uint8]:
     return array
 
 
-def finish(transfer: Transfer, deadline: float) -> list[CopyResult]:
+def finish(transfer: Moving, deadline: float) -> list[CopyResult]:
     """Results by the deadline, or of what was running when it passed: a copy that has started can't be called back, and
     its memory isn't free before it ends."""
     try:
@@ -217,7 +218,7 @@ def finish(transfer: Transfer, deadline: float) -> list[CopyResult]:
 
 
 def write_blocks(
-    engine: TransferEngine,
+    engine: Mover,
     chain: TokenChain,
     granted: Sequence[tuple[int, int]],
     pool: Pool,

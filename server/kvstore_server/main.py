@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from kvstore_server.sessions import SessionsService
 
 log = logging.getLogger(__name__)
 STOP_GRACE_S = 2.0
+SWITCH_S = 1e-4
+"""Copy threads and LMDB let go of the interpreter for microseconds; with the default of 5 ms each would wait that long."""
 MESSAGE_BYTES_MAX = 16 << 20
 OPTIONS: list[tuple[str, Any]] = [
     ("grpc.so_reuseport", 0),
@@ -52,6 +55,7 @@ def run(config: ServiceConfig, ready: Callable[[str], None] | None = None) -> in
     `ready(address)` is called once the service answers.
     """
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    sys.setswitchinterval(SWITCH_S)
     _check_socket(config.socket)
     runtime = Runtime(config, _log_progress)
     if runtime.arena.advice:
