@@ -38,7 +38,7 @@ from kvstore_server.sessions import SessionsService
 log = logging.getLogger(__name__)
 STOP_GRACE_S = 2.0
 SWITCH_S = 1e-4
-"""Copy threads and LMDB let go of the interpreter for microseconds; with the default of 5 ms each would wait that long."""
+"""Copy threads and LMDB let go of the interpreter for microseconds; with the default of 5 ms each waits that long."""
 MESSAGE_BYTES_MAX = 16 << 20
 OPTIONS: list[tuple[str, Any]] = [
     ("grpc.so_reuseport", 0),
