@@ -16,9 +16,12 @@ import fcntl
 import json
 import os
 import secrets
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from kvstore.errors import SetupError
 from kvstore.tiers.files import Direct, Faults
@@ -71,37 +74,41 @@ class DataDir:
     def recover(self, progress: Progress | None = None) -> Iterator[Entry]:
         """Every block whose record is whole and whose slot is really there, once a slot.
 
-        What doesn't hold is deleted from the index, and segments that hold nothing any more are dropped. Payloads
+        What doesn't hold is deleted from the index at the end, and segments that hold nothing are dropped. Payloads
         aren't read: a torn one shows at its first restore (and in `fsck`). Of two records that claim one slot neither
         is given back. Parents may come after children.
         """
-        keep, bad = self._sort_out(progress)
-        self.num_dropped = len(bad)
-        for start in range(0, len(bad), 10_000):
-            self.index.commit(deletes=bad[start : start + 10_000])
-        used = {entry.slot // self.slab.segment_bytes for entry in keep}
-        for index in self.slab.segments():
-            if index not in used:
-                self.slab.drop_segment(index)
-        yield from keep
-
-    def _sort_out(self, progress: Progress | None) -> tuple[list[Entry], list[bytes]]:
+        disputed = self._disputed_slots()
         segments, limit = set(self.slab.segments()), self.slab.num_segments_max
-        by_slot: dict[int, Entry] = {}
+        used: set[int] = set()
         bad: list[bytes] = []
-        twice: set[int] = set()
         for item in self.index.scan(progress):
             if isinstance(item, bytes):
                 bad.append(item)
-            elif not self._fits(item, segments, limit):
-                bad.append(item.key)
-            elif item.slot in by_slot:
-                twice.add(item.slot)
+            elif item.slot in disputed or not self._fits(item, segments, limit):
                 bad.append(item.key)
             else:
-                by_slot[item.slot] = item
-        bad += [by_slot.pop(slot).key for slot in twice]
-        return list(by_slot.values()), bad
+                used.add(item.slot // self.slab.segment_bytes)
+                yield item
+        self._clean(bad, segments - used)
+
+    def _disputed_slots(self) -> set[int]:
+        """Slots that overlap another one. A first pass over places alone; entries are streamed afterwards."""
+        flat = array("q")
+        for slot, size in self.index.places():
+            if slot < 1 << 62 and size < 1 << 40:  # others don't fit anywhere, and will be told so
+                flat.extend((slot, size))
+        places = np.frombuffer(flat, dtype=np.int64).reshape(-1, 2)
+        places = places[places[:, 0].argsort(kind="stable")]
+        clash = np.flatnonzero(places[:-1].sum(axis=1) > places[1:, 0])
+        return set(places[np.concatenate([clash, clash + 1]), 0].tolist())
+
+    def _clean(self, bad: list[bytes], empty: set[int]) -> None:
+        self.num_dropped = len(bad)
+        for start in range(0, len(bad), 10_000):
+            self.index.commit(deletes=bad[start : start + 10_000])
+        for index in empty:
+            self.slab.drop_segment(index)
 
     def _fits(self, entry: Entry, segments: set[int], limit: int) -> bool:
         index, offset = divmod(entry.slot, self.slab.segment_bytes)

@@ -139,6 +139,7 @@ class BlockIndex:
         Raises TierFull when the disk is full, TransferError on other failures; nothing of the batch is stored then.
         """
         rows = [(e.key, _PLACE.pack(e.slot, e.size_class) + e.record.encode()) for e in puts]
+        rows.sort()  # neighbours share a leaf of the tree
         gone = list(deletes)
 
         def work(txn: lmdb.Transaction) -> None:
@@ -174,6 +175,13 @@ class BlockIndex:
             done += len(rows)
             if progress is not None:
                 progress(done, total)
+
+    def places(self) -> Iterator[tuple[int, int]]:
+        """Slot and size class of every row, in order of key; rows too short to tell are left out."""
+        last = b""
+        while rows := self._rows_after(last):
+            last = rows[-1][0]
+            yield from (_PLACE.unpack_from(raw) for _, raw in rows if len(raw) >= _PLACE.size)
 
     def _rows_after(self, last: bytes) -> list[tuple[bytes, bytes]]:
         with self._reading(self._blocks) as txn, txn.cursor() as cursor:

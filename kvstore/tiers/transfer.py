@@ -148,8 +148,8 @@ class _Unit:
 class _Lane:
     """Threads behind one two-level queue. They start with the first work.
 
-    `num_threads` bounds what is in flight of each priority; there is one thread more, so that a read never waits for a
-    thread when every other one is writing.
+    There is one thread more than `num_threads`: writes never take the last one, so a read starts at once, and with
+    reads it hashes while the others keep the disk busy.
     """
 
     def __init__(self, name: str, num_threads: int, max_queued_bytes: int) -> None:
@@ -161,7 +161,7 @@ class _Lane:
         self._condition = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._num_idle = 0
-        self._num_running = [0, 0]
+        self._num_writing = 0
         self._closed = False
 
     def admit(self, num_bytes: int, priority: Priority) -> None:
@@ -198,8 +198,9 @@ class _Lane:
     def _loop(self) -> None:
         while (unit := self._next()) is not None:
             unit.run()
-            with self._condition:
-                self._num_running[unit.priority] -= 1
+            if unit.priority is Priority.WRITE:
+                with self._condition:
+                    self._num_writing -= 1
             del unit
 
     def _next(self) -> _Unit | None:
@@ -215,8 +216,8 @@ class _Lane:
     def _pick(self) -> _Unit | None:
         for priority in Priority:
             queue = self._queues[priority]
-            if queue and self._num_running[priority] < self.num_threads:
-                self._num_running[priority] += 1
+            if queue and (priority is Priority.READ or self._num_writing < self.num_threads):
+                self._num_writing += priority
                 self.queued_bytes[priority] -= queue[0].num_bytes
                 return queue.popleft()
         return None

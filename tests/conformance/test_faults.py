@@ -171,14 +171,14 @@ def test_full_queue_refuses(disk: Bench) -> None:
         Copy(disk.away(s, SLOT), Memory(disk.home, s), SLOT, 4096, r.checksums)
         for r, s in zip(wanted, slots, strict=True)
     ]
-    running = engine.submit(copies[:1], Priority.READ)
+    running = engine.submit(copies[:1], Priority.WRITE)
     assert plan.stalled.acquire(timeout=WAIT_S)
-    queued = engine.submit(copies[1:4], Priority.READ)
+    queued = engine.submit(copies[1:4], Priority.WRITE)
     with pytest.raises(TierFull, match="wait already"):
-        engine.submit(copies[4:], Priority.READ)
+        engine.submit(copies[4:], Priority.WRITE)
     plan.release()
     assert all(r.ok for r in running.wait(WAIT_S) + queued.wait(WAIT_S))
-    assert engine.queued_bytes(Priority.READ) == 0
+    assert engine.queued_bytes(Priority.WRITE) == 0
     engine.close()
 
 
@@ -196,9 +196,9 @@ def test_close_with_a_stalled_thread(disk: Bench) -> None:
     _, slots = stored(disk, 2)
     plan.next_faults("read", [Fault.STALL])
     copies = [Copy(disk.away(s, SLOT), Memory(disk.home, s), SLOT, 4096) for s in slots]
-    running = engine.submit(copies[:1], Priority.READ)
+    running = engine.submit(copies[:1], Priority.WRITE)
     assert plan.stalled.acquire(timeout=WAIT_S)
-    queued = engine.submit(copies[1:], Priority.READ)
+    queued = engine.submit(copies[1:], Priority.WRITE)
     closer = threading.Thread(target=engine.close, args=(0.01,))
     closer.start()
     assert isinstance(queued.wait(WAIT_S)[0].error, Unavailable)

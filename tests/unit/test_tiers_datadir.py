@@ -149,12 +149,13 @@ def test_recovery_drops_what_does_not_hold(tmp_path: Path) -> None:
         Entry(oracle.make_record("beyond", 4, 1024), Slot(64 * MIB), SIZE),
         Entry(oracle.make_record("too big", 64, 1024), Slot(MIB), SIZE),
         Entry(oracle.make_record("same slot", 4, 512), entries[7].slot, SIZE),
+        Entry(oracle.make_record("no slot at all", 4, 512), Slot(2**64 - 4096), 2**64 - 1),
     ]
     data.index.commit(bad)
     data.close()
     data = open_dir(tmp_path)
     assert {e.slot for e in data.recover()} == {e.slot for e in entries} - {entries[7].slot}
-    assert data.num_dropped == 5
+    assert data.num_dropped == 6
     assert data.index.num_blocks() == 39
     data.close()
 
