@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -104,6 +105,7 @@ class BlockIndex:
 
     def __init__(self, env: lmdb.Environment) -> None:
         self._env = env
+        self._pid = os.getpid()
         self._num_writes = 0
         self._gate = _Gate()
         self._blocks = env.open_db(b"blocks")
@@ -126,6 +128,7 @@ class BlockIndex:
                 max_readers=_MAX_READERS,
                 mode=0o600,
             )
+            _check_length(env, folder)
             env.reader_check()  # slots of killed readers would keep old data alive
             return cls(env)
         except (lmdb.Error, OSError) as error:
@@ -268,6 +271,7 @@ class BlockIndex:
     @contextmanager
     def _reading(self, table: Any) -> Iterator[Any]:
         """A read transaction. Raises TransferError when the file can't be read."""
+        self._check_process()
         with self._gate.passing():
             try:
                 with self._begin_reading(table) as txn:
@@ -284,7 +288,13 @@ class BlockIndex:
 
     # ---- writing ----
 
+    def _check_process(self) -> None:
+        """LMDB's locks belong to the process that opened it. Raises Unavailable in a fork of that one."""
+        if os.getpid() != self._pid:
+            raise Unavailable("index: opened before a fork; open it in the process that uses it")
+
     def _write(self, work: Callable[[lmdb.Transaction], Any], sync: bool) -> None:
+        self._check_process()
         while True:
             try:
                 with self._gate.passing():
@@ -329,6 +339,17 @@ class BlockIndex:
         with self._gate.alone():
             self._env.sync(True)
             self._env.close()
+
+
+def _check_length(env: lmdb.Environment, folder: Path) -> None:
+    """Raises SetupError when the file is shorter than its tables: reading on would end the process (SIGBUS)."""
+    needed = (int(env.info()["last_pgno"]) + 1) * int(env.stat()["psize"])
+    found = (folder / "data.mdb").stat().st_size
+    if found < needed:
+        env.close()
+        raise SetupError(
+            f"index: {folder / 'data.mdb'} was cut: {found} bytes of {needed}; restore it, or move the data directory away"
+        )
 
 
 def _entry_or_none(raw: bytes) -> Entry | None:
