@@ -54,6 +54,11 @@ class Row:
         return {**found, "ratio": self.ratio, "ok": self.ok}
 
 
+def row(name: str, value: float | None, unit: str, *, limit: float | None = None, goal: float | None = None) -> Row:
+    """A row by keywords."""
+    return Row(name, value, unit, limit, goal)
+
+
 def show(console: Console, title: str, rows: Sequence[Row]) -> None:
     """Print the table."""
     table = Table(title=title)
@@ -76,3 +81,7 @@ def write_json(path: Path, rows: Sequence[Row]) -> None:
 def exit_status(rows: Sequence[Row]) -> int:
     """1 when a goal doesn't hold."""
     return EXIT_MISSED if any(row.ok is False for row in rows) else EXIT_OK
+
+
+exit_code = exit_status
+"""The same, by another name."""
