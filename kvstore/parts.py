@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from kvstore.core.events import Lost
 from kvstore.core.eviction import make_policy
 from kvstore.core.state import Limits, TierConfig
 from kvstore.core.types import Tier
+from kvstore.errors import SetupError
 from kvstore.metrics import Metrics
 from kvstore.scrubber import Scrubber
 from kvstore.tiers.arena import Arena, Huge
@@ -26,6 +28,7 @@ def open_data(config: ServiceConfig, faults: Faults | None) -> DataDir | None:
     """Lock and open the data directory; None without an NVMe tier. Raises SetupError."""
     if not config.nvme_bytes:
         return None
+    check_disk(Path(config.data_dir), config.nvme_bytes)
     return DataDir.open(
         Path(config.data_dir),
         config.nvme_bytes,
@@ -34,6 +37,17 @@ def open_data(config: ServiceConfig, faults: Faults | None) -> DataDir | None:
         direct=config.direct_io,
         faults=faults,
     )
+
+
+def check_disk(folder: Path, nvme_bytes: int) -> None:
+    """Raises SetupError when the cap is more than the whole disk: it would cap nothing."""
+    there = next(p for p in (folder, *folder.parents) if p.exists())
+    stat = os.statvfs(there)
+    total = stat.f_blocks * stat.f_frsize
+    if nvme_bytes > total:
+        raise SetupError(
+            f"nvme_bytes: {nvme_bytes} is more than the whole disk under {there} ({total}); make it smaller"
+        )
 
 
 def open_arena(config: ServiceConfig) -> Arena:
