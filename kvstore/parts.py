@@ -46,7 +46,7 @@ def check_disk(folder: Path, nvme_bytes: int) -> None:
     total = stat.f_blocks * stat.f_frsize
     if nvme_bytes > total:
         raise SetupError(
-            f"nvme_bytes: {nvme_bytes} is more than the whole disk under {there} ({total}); make it smaller"
+            f"nvme_bytes: {nvme_bytes} is more than the disk under {there} holds ({total}); lower it"
         )
 
 
