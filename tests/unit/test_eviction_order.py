@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.core.blocks import Block
+from kvstore.core.blocks import Block, Share
 from kvstore.core.eviction import POLICIES, make_policy
 from kvstore.core.eviction.heap import BlockHeap
 from kvstore.core.sessions import Session
@@ -12,7 +12,7 @@ from kvstore.core.types import Activity, BlockHash, SessionId, Tier
 
 
 def make_block(number: int, last_ns: int, session: Session | None = None) -> Block:
-    block = Block(BlockHash(number.to_bytes(16, "little")), None, 0, 4096)
+    block = Block(BlockHash(number.to_bytes(16, "little")), None, 0, Share("", 4096))
     block.last_access_ns = last_ns
     block.last_session = session
     if session is not None:
@@ -54,6 +54,8 @@ def test_session_end_makes_its_blocks_the_first_victims() -> None:
     policy = make_policy("session", Tier.DRAM)
     first, second = (Session(SessionId(name), 0, None, 0) for name in "ab")
     first.activity = second.activity = Activity.IDLE
+    policy.signal(first, 0)
+    policy.signal(second, 0)
     older, newer = make_block(1, 10, first), make_block(2, 20, second)
     policy.add(older, 20)
     policy.add(newer, 20)

@@ -1,7 +1,7 @@
 """A set of integers 0 .. n-1 with find-max in a few word operations: 64-ary summary levels over a bitmap.
 
-All levels lie in one uint64 array; `starts[k]` is where level k begins, level 0 being the bitmap itself. Positions in a trace are
-unique, so a set of next-use positions needs no heap.
+All levels lie in one uint64 array; `starts[k]` is where level k begins, level 0 being the bitmap itself. Positions in
+a trace are unique, so a set of next-use positions needs no heap.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """What no policy can beat, and the exact curve of the baseline.
 
-Optimum. Block ids name whole chains, so a parent is needed again no later than its child: Belady's rule per block, with the freedom
-not to insert a block, keeps the resident set prefix-closed by itself and is the optimum for prefix hits too. A position in the trace
-is the next use of exactly one block; so the cache *is* a set of positions, a reference hits iff its own position is in the set, and
-the victim is the largest member.
+Optimum. Block ids name whole chains, so a parent is needed again no later than its child: Belady's rule per block,
+with the freedom not to insert a block, keeps the resident set prefix-closed by itself and is the optimum for prefix
+hits too. A position in the trace is the next use of exactly one block; so the cache *is* a set of positions, a
+reference hits iff its own position is in the set, and the victim is the largest member.
 
-Leaf-first LRU. Touching each request's blocks from the tail to the head makes block LRU evict tails first. One pass over stack
-distances (Mattson et al., 1970, "Evaluation techniques for storage hierarchies") then gives the hits of every capacity at once.
-Not for: policies without the inclusion property (FIFO, S3-FIFO, ARC ...).
+Leaf-first LRU. Touching each request's blocks from the tail to the head makes block LRU evict tails first. One pass
+over stack distances (Mattson et al., 1970, "Evaluation techniques for storage hierarchies") then gives the hits of
+every capacity at once. Not for: policies without the inclusion property (FIFO, S3-FIFO, ARC ...).
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def _older(bits: npt.NDArray[np.uint64], tree: I64, stamp: int) -> int:
 def leaf_lru_distances(ids: I32, offsets: I64, num_blocks: int) -> I32:
     """[N] stack distance of each reference under leaf-first LRU, in request order (head to tail); 0 for a first use.
 
-    A reference hits in a cache of C blocks iff 0 < distance <= C. A request is matched as a whole before it touches anything, as a
-    service does: its own new blocks never push out what it is about to use.
+    A reference hits in a cache of C blocks iff 0 < distance <= C. A request is matched as a whole before it touches
+    anything, as a service does: its own new blocks never push out what it is about to use.
     """
     count = len(ids)
     bits = np.zeros((count >> 6) + 1, np.uint64)

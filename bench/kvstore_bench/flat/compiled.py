@@ -1,7 +1,8 @@
 """The one place that imports numba, with a clear error where it is missing.
 
-Numba's on-disk cache notices changes only in the file of the cached function, not in what it calls or the constants it takes from
-elsewhere. So the cache lies in a folder named after a digest of all the sources that compiled code may depend on.
+Numba's on-disk cache notices changes only in the file of the cached function, not in what it calls or the constants
+it takes from elsewhere. So the cache lies in a folder named after a digest of all the sources that compiled code may
+depend on.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The `session` policy compiled: the same model and the same decisions as `kvstore.core.eviction.session`, for sweeps.
 
-State is arrays instead of objects: a wait is a row of W* arrays by session; contexts are rows of the count tables, found through a
-typed dictionary by packed keys. Candidates are scanned instead of kept in a heap, which is faster at the few thousand leaves a trace
-has at once. Constants come from the core; a test compares the counts with those of the core's own policy.
+State is arrays instead of objects: a wait is a row of W* arrays by session; contexts are rows of the count tables,
+found through a typed dictionary by packed keys. Candidates are scanned instead of kept in a heap, which is faster at
+the few thousand leaves a trace has at once. Constants come from the core; a test compares the counts with those of
+the core's own policy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Replay of a trace over one tier with any `EvictionPolicy`, in plain Python.
 
-The tree obeys the machine's rules (leaves only, tips and recency passed to the parent when a block goes) without slots, leases and
-hands. A request is matched, then its missing blocks are put in, then the worst leaves go until the tier fits again; so a context that
-is worth less than what is there is not admitted, as in a service that may refuse an offload.
+The tree obeys the machine's rules (leaves only, tips and recency passed to the parent when a block goes) without
+slots, leases and hands. A request is matched, then its missing blocks are put in, then the worst leaves go until the
+tier fits again; so a context that is worth less than what is there is not admitted, as in a service that may refuse
+an offload.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvstore.core.blocks import Block, Residency
+from kvstore.core.blocks import Block, Residency, Share
 from kvstore.core.eviction.protocol import EvictionPolicy
 from kvstore.core.sessions import Session
 from kvstore.core.types import Activity, BlockHash, ResidencyState, SessionId, Slot
 from kvstore_bench.traces.model import Stop, Trace
 
+SHARE = Share("", 4096)
 ACTIVITY = {
     Stop.UNKNOWN: Activity.OPEN,
     Stop.TOOL: Activity.TOOL_WAIT,
@@ -93,7 +95,7 @@ class FlatTier:
         self.policy.signal(session, now_ns)
 
     def _insert(self, block_id: int, parent: Block | None, session: Session, now_ns: int) -> Block:
-        block = Block(BlockHash(block_id.to_bytes(16, "little")), parent, 0, 4096)
+        block = Block(BlockHash(block_id.to_bytes(16, "little")), parent, 0, SHARE)
         block.residencies[1] = Residency(Slot(0), ResidencyState.READY, 0)
         block.last_session, block.last_access_ns = session, now_ns
         self.blocks[block_id] = block

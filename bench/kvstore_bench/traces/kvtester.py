@@ -1,8 +1,10 @@
-"""kv-cache-tester: one JSON file per coding-agent session, 64-token hash ids that mean something only within their session.
+"""kv-cache-tester: one JSON file per coding-agent session, 64-token hash ids that mean something only within their
+session.
 
-What sessions share is the leading tool and system part, the first (tool_tokens + system_tokens) // block_size blocks: the tool blocks
-of sessions with equal model and tool count, and the system blocks where the system count is equal too. Requests of a nested sub-agent form a session of their own. Sessions carry no arrival time:
-starts are drawn uniformly over a span, in file order, from a seeded generator.
+What sessions share is the leading tool and system part, the first (tool_tokens + system_tokens) // block_size blocks:
+the tool blocks of sessions with equal model and tool count, and the system blocks where the system count is equal
+too. Requests of a nested sub-agent form a session of their own. Sessions carry no arrival time: starts are drawn
+uniformly over a span, in file order, from a seeded generator.
 """
 
 from __future__ import annotations

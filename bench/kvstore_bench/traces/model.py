@@ -3,8 +3,9 @@
     times_ns[r]  session[r]  stop[r] ...        one entry a request
     ids[offsets[r] : offsets[r + 1]]            its blocks from the first token on, numbered 0 .. num_blocks - 1
 
-A block id stands for the whole chain up to it, as with a real prefix hash: equal id means equal prefix. Readers yield `RawRequest`s
-whose ids may be any 64-bit numbers; `build` sorts by time (stable) and renumbers blocks in order of first use.
+A block id stands for the whole chain up to it, as with a real prefix hash: equal id means equal prefix. Readers yield
+`RawRequest`s whose ids may be any 64-bit numbers; `build` sorts by time (stable) and renumbers blocks in order of
+first use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Mooncake JSONL: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` of 512-token blocks, global, the last one partial.
+"""Mooncake JSONL: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` of 512-token blocks, global, the last
+one partial.
 
-There are no session ids. A request whose ids extend an earlier request's full blocks is taken as that session's next turn; any other
-request starts a session.
+There are no session ids. A request whose ids extend an earlier request's full blocks is taken as that session's next
+turn; any other request starts a session.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ class ReadOptions:
     block_tokens: int = 0
     tokenizer: str = ""
     is_archive: bool = True
+    partial_last: bool = False
 
     def block_tokens_or(self, found: int) -> int:
         """The block size asked for, or the first one found from now on."""

@@ -1,7 +1,9 @@
-"""Bytes of a trace, whatever it is packed in: plain, gz, bz2, xz, zst (when `zstandard` is there), and tar of any of these.
+"""Bytes of a trace, whatever it is packed in: plain, gz, bz2, xz, zst (when `zstandard` is there), and tar of any of
+these.
 
-Compression is told by the first bytes, never by the name. Lines are streamed with a bound on their length; members of an archive come
-in name order of the archive's own order. All trouble with the container is a `TraceError` naming the file.
+Compression is told by the first bytes, never by the name. Lines are streamed with a bound on their length; members of
+an archive come in name order of the archive's own order. All trouble with the container is a `TraceError` naming the
+file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A min-heap of blocks with lazy removal, shared by the heap-ordered policies.
 
-`put` and `remove` only change which entry of a block is the valid one; outdated entries are dropped when they reach the top, and the
-heap is rebuilt once they outnumber the valid ones. All calls are O(log n) amortised.
+`put` and `remove` only change which entry of a block is the valid one; outdated entries are dropped when they reach
+the top, and the heap is rebuilt once they outnumber the valid ones. All calls are O(log n) amortised.
 """
 
 from __future__ import annotations

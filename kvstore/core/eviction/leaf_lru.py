@@ -1,10 +1,10 @@
 """Least recently used leaf: the order most prefix caches use, and the baseline of every comparison here.
 
-Evicting leaves only keeps the resident set prefix-closed. A parent is used whenever its child is, so ordering the leaves by last use
-equals block LRU in which each request touches its blocks from the tail to the head.
+Evicting leaves only keeps the resident set prefix-closed. A parent is used whenever its child is, so ordering the
+leaves by last use equals block LRU in which each request touches its blocks from the tail to the head.
 
-Not for: scans of long contexts that never come back (each one pushes everything else out), and agents, whose idle time says
-little about when they return; see `session`.
+Not for: scans of long contexts that never come back (each one pushes everything else out), and agents, whose idle
+time says little about when they return; see `session`.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
 """When will this context be needed again? A model of waiting times that learns online, from nothing.
 
-A *wait* begins when a session stops (tool call, end of turn, or simply the last request) and ends with its next request. Time since
-then, its age, is cut into octaves: bin k covers [EDGES_NS[k], EDGES_NS[k + 1]). In each bin a wait either ends (1) or survives (0), so
-predicting a wait is predicting a few coin flips, one hazard p[k] a bin.
+A *wait* begins when a session stops (tool call, end of turn, or simply the last request) and ends with its next
+request. Time since then, its age, is cut into octaves: bin k covers [EDGES_NS[k], EDGES_NS[k + 1]). In each bin a
+wait either ends (1) or survives (0), so predicting a wait is predicting a few coin flips, one hazard p[k] a bin.
 
     contexts of the wait         counts per context and bin          mixed hazard          worth of keeping
-    (stop, pace, output ...) --> events E[row, k], exposure X[row, k] --> p[k] --> index[k] = max over t of P(end <= t) / E[min(end, t)]
+    (stop, pace, output ...) --> events E[row, k], exposure X[row, k] --> p[k] --> index[k] = max over t of P(end <=
+    t) / E[min(end, t)]
 
-Each context keeps its own counts, shrunk first by how it compares with the pooled curve in the bins around, then toward the pooled
-curve at that bin. The contexts' log-odds, relative to the pooled ones, are added with weights per bin that follow the gradient of
-the log loss (context mixing, as in PAQ: Mahoney, "Adaptive weighing of context models for lossless data compression", 2005). So no
-set of classes has to be right everywhere. The index is the one of Gittins (1979) for a job of unknown length: the best rate of
-saved tokens per block and second that any deadline t gives, from this age on. It is kept as an integer, 64 steps an octave, so that
-equal prospects fall back on recency.
+Each context keeps its own counts, shrunk first by how it compares with the pooled curve in the bins around, then
+toward the pooled curve at that bin. The contexts' log-odds, relative to the pooled ones, are added with weights per
+bin that follow the gradient of the log loss (context mixing, as in PAQ: Mahoney, "Adaptive weighing of context models
+for lossless data compression", 2005). So no set of classes has to be right everywhere. The index is the one of
+Gittins (1979) for a job of unknown length: the best rate of saved tokens per block and second that any deadline t
+gives, from this age on. It is kept as an integer, 64 steps an octave, so that equal prospects fall back on recency.
 
 Not for: blocks whose use has nothing to do with sessions. They have no wait and rank below everything that has one.
 """
@@ -90,8 +91,8 @@ def index_curve(hazard: F64) -> list[int]:
 class ResumeModel:
     """Learns hazards from waits and tells the index of running ones. One instance may serve several tiers.
 
-    Guarantees: deterministic; `begin`, `end` and `advance` must see non-decreasing times. Memory is bounded by `ROWS_MAX` rows;
-    contexts beyond that share row 0, which learns nothing of its own.
+    Guarantees: deterministic; `begin`, `end` and `advance` must see non-decreasing times. Memory is bounded by
+    `ROWS_MAX` rows; contexts beyond that share row 0, which learns nothing of its own.
     """
 
     def __init__(self, num_contexts: int) -> None:

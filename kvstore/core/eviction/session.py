@@ -1,14 +1,16 @@
 """Victims by when their session will need them again, learned online.
 
-Every session that isn't running is in a *wait* (see `resume`), described by what a machine can see without being told: why it stopped,
-its pace, how much it wrote, how long its context is, how much of it was new; and by what an agent may tell on top: the tool's name and
-how long it will take. The index of the wait is the worth of the session's blocks; shared prefixes add the worth of new arrivals (see
-`shared`). Leaves nobody holds any more (ended sessions, branches left behind) go first. Equal worth falls back on recency.
+Every session that isn't running is in a *wait* (see `resume`), described by what a machine can see without being
+told: why it stopped, its pace, how much it wrote, how long its context is, how much of it was new; and by what an
+agent may tell on top: the tool's name and how long it will take. The index of the wait is the worth of the session's
+blocks; shared prefixes add the worth of new arrivals (see `shared`). Leaves nobody holds any more (ended sessions,
+branches left behind) go first. Equal worth falls back on recency.
 
     touch, signal --> wait begins / ends --> index[bin] --> heap of candidates, least (worth, last use) first
                       bin boundary passes ------^            re-keyed when the wait crosses into another octave
 
-A wait crosses at most NUM_BINS bins, and each crossing re-keys the few leaves of one session: O(log n) a decision, amortised.
+A wait crosses at most NUM_BINS bins, and each crossing re-keys the few leaves of one session: O(log n) a decision,
+amortised.
 
 Not for: caches without sessions or prefixes; there it is leaf-first LRU at a higher price.
 """

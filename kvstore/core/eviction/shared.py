@@ -1,8 +1,9 @@
 """How soon will yet another session use this shared prefix?
 
-A block that several sessions have started from is needed when the next one arrives, whatever its present users do. Arrivals are waits
-like any other, on blocks instead of sessions: age since the last new user, in classes by the number of users so far (2-3, 4-7, ...
-64 and more). A newcomer's path is cut into runs of blocks with the same history; each run is one wait, held by its deepest block.
+A block that several sessions have started from is needed when the next one arrives, whatever its present users do.
+Arrivals are waits like any other, on blocks instead of sessions: age since the last new user, in classes by the
+number of users so far (2-3, 4-7, ... 64 and more). A newcomer's path is cut into runs of blocks with the same
+history; each run is one wait, held by its deepest block.
 
 Only blocks with two users or more are remembered, so the table stays small. A block that leaves the tier is forgotten.
 """
@@ -57,8 +58,8 @@ class SharedPrefixes:
     def arrive(self, tip: Block, session: Session, now_ns: int) -> bool:
         """`session` uses the path to `tip` for the first time. Costs one step a block, once a session.
 
-        True when all indices have changed: after 16 arrivals, then after every eighth part more, so that re-keying every shared
-        candidate costs O(1) an arrival.
+        True when all indices have changed: after 16 arrivals, then after every eighth part more, so that re-keying
+        every shared candidate costs O(1) an arrival.
         """
         below: Users | None = None
         below_num, below_ns = 0, 0

@@ -1,0 +1,205 @@
+"""How much DRAM and NVMe to buy, from a trace.
+
+A mix is (HBM, DRAM, NVMe) bytes. The tiers act as one cache as large as their sum, with the hottest blocks on top: a
+request's leading blocks that a cache of HBM size finds come from HBM, what HBM + DRAM adds comes from DRAM, what the
+whole adds from NVMe. The rest is prefilled. From that, per request:
+
+    TTFT = NVMe bytes / bandwidth + DRAM bytes / bandwidth + prefill FLOPs / (FLOP/s x utilization)
+
+without queueing, so it is a floor, equal for all mixes. Every number in a report goes back to the trace, the model's
+config, or a field of the hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_bench.hardware import GIB, Hardware
+from kvstore_bench.models import Model
+from kvstore_bench.sweep import Simulator
+
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
+MONTH_H = 730.0
+DAY_S = 86_400.0
+DRAM_STEPS = (0.0, 0.0625, 0.125, 0.25, 0.5, 1.0)
+NVME_STEPS = (0.0, 0.0625, 0.25, 1.0)
+
+
+@dataclass(slots=True)
+class Mix:
+    """One choice of sizes and what it gives. Seconds are per request unless named otherwise."""
+
+    dram_gib: float
+    nvme_gib: float
+    tokens_saved: float
+    saved_hbm: float
+    saved_dram: float
+    saved_nvme: float
+    gpu_seconds: float
+    gpu_seconds_saved: float
+    ttft_p50: float
+    ttft_p99: float
+    usd_month: float
+    usd_per_million_tokens: float
+    usd_per_session: float
+    nvme_writes_tib_day: float
+    nvme_endurance_used: float
+    """Writes a day over what the drives are rated for; 0 without NVMe."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """All mixes tried, the cheapest that meets the target (or None), and why."""
+
+    mixes: list[Mix]
+    best: Mix | None
+    target_p99: float
+    reasons: list[str]
+
+
+class Planner:
+    """Evaluates mixes of one trace, model and node."""
+
+    def __init__(self, simulator: Simulator, model: Model, hardware: Hardware, policy: str) -> None:
+        self.simulator, self.model, self.hardware, self.policy = simulator, model, hardware, policy
+        trace = simulator.trace
+        self.block_bytes = trace.block_tokens * model.kv_bytes_per_token
+        self.duration_s = max(1.0, float(trace.times_ns[-1]) / 1e9)
+        self._runs: dict[int, I64] = {}
+
+    def runs(self, gib: float) -> I64:
+        """[num_requests] leading blocks that a cache of that size finds."""
+        capacity = int(gib * GIB / self.block_bytes)
+        if capacity <= 0:
+            return np.zeros(self.simulator.trace.num_requests, np.int64)
+        capacity = min(capacity, self.simulator.trace.num_blocks)
+        if capacity not in self._runs:
+            self._runs[capacity] = self.simulator.point(self.policy, capacity).runs
+        return self._runs[capacity]
+
+    def mix(self, dram_gib: float, nvme_gib: float) -> Mix:
+        """What these sizes give."""
+        hw, trace = self.hardware, self.simulator.trace
+        hbm = self.runs(hw.hbm_gib)
+        dram = np.maximum(self.runs(hw.hbm_gib + dram_gib), hbm)
+        total = np.maximum(self.runs(hw.hbm_gib + dram_gib + nvme_gib), dram)
+        inputs = trace.input_tokens.astype(np.float64)
+        cached = np.minimum(total * trace.block_tokens, trace.input_tokens).astype(np.float64)
+        prefill = self._prefill_s(cached, inputs)
+        from_dram, from_nvme = (dram - hbm) * self.block_bytes, (total - dram) * self.block_bytes
+        ttft = (
+            prefill
+            + from_dram / hw.dram_bandwidth
+            + from_nvme / hw.nvme_bandwidth
+            + (from_nvme > 0) * hw.nvme_latency_s
+        )
+        gpu = float(prefill.sum())
+        tokens = max(1.0, float(inputs.sum()))
+        usd_month = dram_gib * hw.dram_usd_gib_month + nvme_gib * hw.nvme_usd_gib_month
+        usd = gpu * hw.gpu_usd_hour / 3600.0 + usd_month * self.duration_s / 3600.0 / MONTH_H
+        # every block that had to be computed is written down once
+        written = float((np.diff(trace.offsets) - total).sum()) * self.block_bytes if nvme_gib else 0.0
+        per_day = written / self.duration_s * DAY_S
+        rated = nvme_gib * GIB * hw.nvme_writes_per_day
+        share = trace.block_tokens / tokens
+        return Mix(
+            dram_gib=dram_gib,
+            nvme_gib=nvme_gib,
+            tokens_saved=float(cached.sum()) / tokens,
+            saved_hbm=float(hbm.sum()) * share,
+            saved_dram=float((dram - hbm).sum()) * share,
+            saved_nvme=float((total - dram).sum()) * share,
+            gpu_seconds=gpu,
+            gpu_seconds_saved=float(self._prefill_s(np.zeros_like(inputs), inputs).sum()) - gpu,
+            ttft_p50=float(np.percentile(ttft, 50)),
+            ttft_p99=float(np.percentile(ttft, 99)),
+            usd_month=usd_month,
+            usd_per_million_tokens=usd / tokens * 1e6,
+            usd_per_session=usd / max(1, trace.num_sessions),
+            nvme_writes_tib_day=per_day / (1 << 40),
+            nvme_endurance_used=per_day / rated if rated else 0.0,
+        )
+
+    def _prefill_s(self, cached: F64, inputs: F64) -> F64:
+        rest = np.maximum(inputs - cached, 1.0)
+        weights = 2.0 * self.model.active_params * rest
+        attention = 4.0 * self.model.num_layers * self.model.hidden * (rest * cached + rest * rest / 2.0)
+        return (weights + attention) / (self.hardware.gpu_flops * self.hardware.utilization)
+
+    def grid(self) -> list[tuple[float, float]]:
+        """(DRAM, NVMe) sizes to try."""
+        hw = self.hardware
+        return [(d * hw.dram_gib_max, n * hw.nvme_gib_max) for d in DRAM_STEPS for n in NVME_STEPS]
+
+    def evaluate(self, tick: Callable[[], None] | None = None) -> Iterator[Mix]:
+        """All mixes of the grid."""
+        for dram_gib, nvme_gib in self.grid():
+            yield self.mix(dram_gib, nvme_gib)
+            if tick is not None:
+                tick()
+
+
+def decide(mixes: list[Mix], planner: Planner, target_p99: float) -> Plan:
+    """The cheapest mix that meets the target without wearing the drives out, and the reasons in words."""
+    fit = [m for m in mixes if m.ttft_p99 <= target_p99 and m.nvme_endurance_used <= 1.0]
+    best = min(fit, key=lambda m: (m.usd_per_million_tokens, m.usd_month), default=None)
+    return Plan(mixes, best, target_p99, reasons(mixes, best, planner, target_p99))
+
+
+def reasons(mixes: list[Mix], best: Mix | None, planner: Planner, target_p99: float) -> list[str]:
+    """Why, for a reader who wasn't there."""
+    trace, model, hw = planner.simulator.trace, planner.model, planner.hardware
+    ceiling = planner.simulator.point("infinite", trace.num_blocks).tokens
+    distinct_gib = trace.num_blocks * planner.block_bytes / GIB
+    out = [
+        f"One token's KV is {model.kv_bytes_per_token / 1024:.1f} KiB ({model.basis}); the trace's "
+        f"{trace.num_blocks:,} distinct blocks of {trace.block_tokens} tokens are {distinct_gib:,.0f} GiB.",
+        f"However large the cache, at most {ceiling:.1%} of the {trace.total_tokens:,} input tokens can be saved: "
+        "the rest is new text.",
+    ]
+    bare = next(m for m in mixes if not m.dram_gib and not m.nvme_gib)
+    out.append(
+        f"HBM alone ({hw.hbm_gib:,.0f} GiB) saves {bare.tokens_saved:.1%}; TTFT p99 is then {bare.ttft_p99:.2f} s."
+    )
+    if best is None:
+        return [*out, _closest(mixes, target_p99)]
+    out.append(
+        f"{best.dram_gib:,.0f} GiB DRAM and {best.nvme_gib:,.0f} GiB NVMe is the cheapest mix with p99 <= "
+        f"{target_p99:.2f} s: it saves {best.tokens_saved:.1%} of the tokens and {best.gpu_seconds_saved:,.0f} GPU "
+        f"seconds, for {best.usd_month:,.0f} USD a month of memory and flash; {best.usd_per_million_tokens:.4f} USD "
+        f"per million input tokens against {bare.usd_per_million_tokens:.4f} with HBM alone."
+    )
+    if best.nvme_gib:
+        out.append(
+            f"NVMe takes {best.nvme_writes_tib_day:.1f} TiB of writes a day, {best.nvme_endurance_used:.0%} of what it "
+            "is rated for."
+        )
+    else:
+        out.append(_without_nvme(mixes, best))
+    return out
+
+
+def _closest(mixes: list[Mix], target_p99: float) -> str:
+    near = min(mixes, key=lambda m: m.ttft_p99)
+    worn = f" but writes {near.nvme_endurance_used:.1f}x what its drives endure" if near.nvme_endurance_used > 1 else ""
+    return (
+        f"No mix meets a p99 of {target_p99:.2f} s. The closest, {near.dram_gib:,.0f} GiB DRAM and {near.nvme_gib:,.0f} "
+        f"GiB NVMe, reaches {near.ttft_p99:.2f} s{worn}; what remains is prefill of tokens no cache has seen, "
+        "which only faster GPUs shorten."
+    )
+
+
+def _without_nvme(mixes: list[Mix], best: Mix) -> str:
+    """Why no NVMe is in the best mix, from the mixes that have it."""
+    same = [m for m in mixes if m.dram_gib == best.dram_gib and m.nvme_gib]
+    if not same:
+        return "The node takes no NVMe."
+    gain = max(m.tokens_saved for m in same) - best.tokens_saved
+    worn = min(m.nvme_endurance_used for m in same)
+    wear = f", and every size would be worn out early ({worn:.1f}x its rating at best)" if worn > 1.0 else ""
+    return f"NVMe beside that much DRAM would save {gain:.1%} more of the tokens at most{wear}: not the cheapest way."

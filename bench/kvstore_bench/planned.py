@@ -1,0 +1,124 @@
+"""Showing a plan: a table on the terminal, rows, and a page for the reader who has to sign."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from kvstore_bench.plan import Mix, Plan, Planner
+from kvstore_bench.report import Page, Series, line_chart, stacked_chart
+from kvstore_bench.rows import Row, row
+
+HEAD = (
+    "DRAM GiB",
+    "NVMe GiB",
+    "saved",
+    "GPU s saved",
+    "TTFT p50",
+    "TTFT p99",
+    "$/month",
+    "$/M tokens",
+    "$/session",
+    "wear",
+)
+SLICES = 48
+
+
+def cells(mix: Mix) -> list[str]:
+    """One mix as texts, in the order of HEAD."""
+    return [
+        f"{mix.dram_gib:,.0f}",
+        f"{mix.nvme_gib:,.0f}",
+        f"{mix.tokens_saved:.1%}",
+        f"{mix.gpu_seconds_saved:,.0f}",
+        f"{mix.ttft_p50:.3f} s",
+        f"{mix.ttft_p99:.2f} s",
+        f"{mix.usd_month:,.0f}",
+        f"{mix.usd_per_million_tokens:.4f}",
+        f"{mix.usd_per_session:.4f}",
+        f"{mix.nvme_endurance_used:.0%}",
+    ]
+
+
+def print_plan(out: Console, plan: Plan, planner: Planner, about: str) -> None:
+    """Table and reasons."""
+    table = Table(title=f"{planner.simulator.trace.name}: {about}", title_justify="left")
+    for head in HEAD:
+        table.add_column(head, justify="right")
+    for mix in plan.mixes:
+        table.add_row(*cells(mix), style="bold green" if mix is plan.best else None)
+    out.print(table)
+    for reason in plan.reasons:
+        out.print(f"- {reason}", markup=False, highlight=False)
+
+
+def plan_rows(plan: Plan) -> list[Row]:
+    """Figures of the best mix (or of none), then tokens saved of all."""
+    rows = []
+    if plan.best is not None:
+        units = {"ttft_p50": "s", "ttft_p99": "s", "gpu_seconds": "s", "gpu_seconds_saved": "s", "usd_month": "USD"}
+        rows = [row(f"best/{name}", float(value), units.get(name, "")) for name, value in asdict(plan.best).items()]
+    for mix in plan.mixes:
+        rows.append(
+            row(f"dram {mix.dram_gib:g} GiB, nvme {mix.nvme_gib:g} GiB/tokens_saved", mix.tokens_saved, "share")
+        )
+    return rows
+
+
+def plan_page(plan: Plan, planner: Planner, about: str) -> Page:
+    """The report."""
+    trace, hw, model = planner.simulator.trace, planner.hardware, planner.model
+    page = Page(f"Capacity plan: {trace.name}", f"{model.name} on {hw.name}, policy {planner.policy}. {about}.")
+    page.heading("What to buy, and why")
+    page.bullets(plan.reasons)
+    page.heading("Mixes")
+    best = plan.mixes.index(plan.best) if plan.best is not None else -1
+    page.table(HEAD, [cells(mix) for mix in plan.mixes], best)
+    page.heading("Tokens saved by cache size")
+    page.svg(_curve(planner))
+    chosen = plan.best or max(plan.mixes, key=lambda mix: mix.tokens_saved)
+    page.heading(f"Where tokens came from, with {chosen.dram_gib:,.0f} GiB DRAM and {chosen.nvme_gib:,.0f} GiB NVMe")
+    page.svg(_sources(planner, chosen))
+    page.heading("Inputs")
+    page.text(
+        "TTFT is time to compute and load one request alone, without queueing. GPU cost counts prefill only. "
+        "SSD writes assume that every computed block is written once."
+    )
+    given = [
+        ["KV bytes per token", f"{model.kv_bytes_per_token:,} ({model.basis})"],
+        ["active parameters", f"{model.active_params:.3g}"],
+    ]
+    page.table(("input", "value"), given + [[k, str(v)] for k, v in asdict(hw).items()])
+    return page
+
+
+def _curve(planner: Planner) -> str:
+    simulator = planner.simulator
+    shares = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.3, 1.0)
+    sizes = sorted({max(1, int(simulator.trace.num_blocks * share)) for share in shares})
+    lines = []
+    for name in dict.fromkeys(("infinite", "optimum", planner.policy, "leaf-lru")):
+        points = [(round(s * planner.block_bytes / (1 << 30), 2), simulator.point(name, s).tokens) for s in sizes]
+        lines.append(Series(name, points))
+    return line_chart(lines, "cache, GiB (logarithmic)")
+
+
+def _sources(planner: Planner, mix: Mix) -> str:
+    trace, hw = planner.simulator.trace, planner.hardware
+    hbm = planner.runs(hw.hbm_gib)
+    dram = np.maximum(planner.runs(hw.hbm_gib + mix.dram_gib), hbm)
+    total = np.maximum(planner.runs(hw.hbm_gib + mix.dram_gib + mix.nvme_gib), dram)
+    edges = np.linspace(0, float(trace.times_ns[-1]) + 1.0, SLICES + 1)
+    which = np.clip(np.searchsorted(edges, trace.times_ns, side="right") - 1, 0, SLICES - 1)
+    columns = []
+    for number in range(SLICES):
+        here = which == number
+        tokens = float(trace.input_tokens[here].sum())
+        parts = [float(part[here].sum()) * trace.block_tokens for part in (hbm, dram - hbm, total - dram)]
+        shares = [part / tokens for part in parts] if tokens else [0.0, 0.0, 0.0]
+        shares.append(max(0.0, 1.0 - sum(shares)) if tokens else 0.0)
+        columns.append((f"{edges[number] / 3.6e12:.1f}", shares))
+    return stacked_chart(["HBM", "DRAM", "NVMe", "computed"], columns, "hours since the first request")

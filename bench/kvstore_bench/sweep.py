@@ -1,0 +1,124 @@
+"""Policies over capacities of one trace, with the ceiling and the bound beside them.
+
+Every point gives two figures: `blocks`, the share of block references that hit, and `tokens`, the share of input
+tokens that need no prefill (only the leading run of a request's blocks counts). Capacities are numbers of blocks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_bench.flat import bounds, classic
+from kvstore_bench.flat.learned import session_hits
+from kvstore_bench.flat.runs import leading_runs
+from kvstore_bench.traces.model import Trace
+
+I64 = npt.NDArray[np.int64]
+U8 = npt.NDArray[np.uint8]
+
+POLICIES = (
+    "infinite",
+    "optimum",
+    "session",
+    "session+ends",
+    "leaf-lru",
+    "lru",
+    "fifo",
+    "lfu",
+    "sieve",
+    "arc",
+    "s3-fifo",
+    "w-tinylfu",
+    "gdsf",
+    "belady",
+)
+DEFAULT_POLICIES = ("infinite", "optimum", "session", "session+ends", "leaf-lru")
+
+
+@dataclass(slots=True)
+class Point:
+    """One policy at one capacity. `seconds` is the time the simulation took, 0 where it came from a shared pass."""
+
+    policy: str
+    capacity: int
+    blocks: float
+    tokens: float
+    seconds: float = 0.0
+    runs: I64 = field(default_factory=lambda: np.zeros(0, np.int64), repr=False)
+    """[num_requests] leading blocks found."""
+
+
+@dataclass
+class Simulator:
+    """Simulations of one trace; shared passes (stack distances, next uses) are made once."""
+
+    trace: Trace
+
+    @cached_property
+    def distances(self) -> npt.NDArray[np.int32]:
+        return bounds.leaf_lru_distances(self.trace.ids, self.trace.offsets, self.trace.num_blocks)
+
+    @cached_property
+    def following(self) -> I64:
+        return bounds.next_uses(self.trace.ids, self.trace.num_blocks)
+
+    def point(self, policy: str, capacity: int) -> Point:
+        """Simulate one policy at one capacity (in blocks)."""
+        begin = time.perf_counter()
+        if policy in ("session", "session+ends"):
+            runs = session_hits(self.trace, capacity, signal_ends=policy.endswith("+ends"))
+            found = int(runs.sum())
+        else:
+            hits = self.hits(policy, capacity)
+            runs, found = leading_runs(hits, self.trace.offsets), int(hits.sum())
+        seconds = time.perf_counter() - begin
+        blocks = found / max(1, self.trace.num_references)
+        return Point(policy, capacity, blocks, self.tokens(runs) / max(1, self.trace.total_tokens), seconds, runs)
+
+    def hits(self, policy: str, capacity: int) -> U8:
+        """[N] 1 per reference that hits. Raises ValueError for an unknown policy."""
+        ids, num_blocks = self.trace.ids, self.trace.num_blocks
+        table: dict[str, Callable[[], U8]] = {
+            "infinite": lambda: (self.distances > 0).astype(np.uint8),
+            "optimum": lambda: bounds.belady(ids, num_blocks, capacity, self.following),
+            "leaf-lru": lambda: ((self.distances > 0) & (self.distances <= capacity)).astype(np.uint8),
+            "lru": lambda: classic.queue_hits(ids, num_blocks, capacity, True),
+            "fifo": lambda: classic.queue_hits(ids, num_blocks, capacity, False),
+            "lfu": lambda: classic.frequency_hits(ids, num_blocks, capacity, False),
+            "gdsf": lambda: classic.frequency_hits(ids, num_blocks, capacity, True),
+            "sieve": lambda: classic.sieve_hits(ids, num_blocks, capacity),
+            "arc": lambda: classic.arc_hits(ids, num_blocks, capacity),
+            "s3-fifo": lambda: classic.s3fifo_hits(ids, num_blocks, capacity),
+            "w-tinylfu": lambda: classic.tinylfu_hits(ids, num_blocks, capacity),
+            "belady": lambda: classic.belady_admit_hits(ids, self.following, capacity),
+        }
+        if policy not in table:
+            raise ValueError(f"unknown policy {policy!r}; known: {', '.join(POLICIES)}")
+        return table[policy]()
+
+    def tokens(self, runs: I64) -> int:
+        """Input tokens that the leading blocks stand for; a partial last block counts what it holds."""
+        trace = self.trace
+        return int(np.minimum(runs * trace.block_tokens, trace.input_tokens).sum())
+
+    def sweep(self, policies: list[str], capacities: list[int]) -> Iterator[Point]:
+        """All points; policies that don't depend on capacity are simulated once."""
+        for policy in policies:
+            fixed: Point | None = None
+            for capacity in capacities:
+                if policy == "infinite" and fixed is not None:
+                    yield Point(policy, capacity, fixed.blocks, fixed.tokens, 0.0, fixed.runs)
+                    continue
+                fixed = self.point(policy, capacity)
+                yield fixed
+
+
+def gap_closed(lru: float, optimum: float, value: float) -> float | None:
+    """Share of the distance from leaf-first LRU to the optimum that `value` closes; None where there is no distance."""
+    return (value - lru) / (optimum - lru) if optimum - lru > 1e-9 else None
