@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.errors import SetupError
+from kvstore.errors import SetupError, TransferError
 from kvstore.tiers.files import Direct, Faults
 from kvstore.tiers.index_lmdb import DEFAULT_MAP_BYTES, BlockIndex, Entry
 from kvstore.tiers.slab import DEFAULT_SEGMENT_BYTES, Slab, sync_folder
@@ -76,8 +76,14 @@ class DataDir:
 
         What doesn't hold is deleted from the index at the end, and segments that hold nothing are dropped. Payloads
         aren't read: a torn one shows at its first restore (and in `fsck`). Of two records that claim one slot neither
-        is given back. Parents may come after children.
+        is given back. Parents may come after children. Raises SetupError when the index can't be read.
         """
+        try:
+            yield from self._recovered(progress)
+        except TransferError as error:
+            raise SetupError(f"{error}; run `kvstore fsck --repair`") from None
+
+    def _recovered(self, progress: Progress | None) -> Iterator[Entry]:
         disputed = self._disputed_slots()
         segments, limit = set(self.slab.segments()), self.slab.num_segments_max
         used: set[int] = set()

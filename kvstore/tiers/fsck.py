@@ -12,6 +12,7 @@ length gets its length back.
     payload         bytes differ from their checksums, or can't be read  delete the record
     orphan          parent isn't stored: can't be reached by a prefix    delete the record
     segment         file of wrong length, or not readable                give it its length
+    index           LMDB can't be read, or not to its end                make it new from what can be read
     stray           file that belongs to no part of the format           remove
 
 `scrub` is the payload part alone, for a running service: it reads at background priority and touches nothing.
@@ -34,7 +35,8 @@ from kvstore.core.types import SLOT_ALIGN
 from kvstore.errors import InvalidField, KVStoreError, SetupError
 from kvstore.tiers.arena import Arena
 from kvstore.tiers.datadir import acquire_lock, read_format
-from kvstore.tiers.index_lmdb import BlockIndex, Entry, block_key
+from kvstore.tiers.index_lmdb import Entry, block_key
+from kvstore.tiers.salvage import Tables, delete_blocks, read_tables, rebuild
 from kvstore.tiers.slab import Slab, segment_index
 from kvstore.tiers.transfer import Copy, Memory, Priority, TransferEngine
 
@@ -126,20 +128,22 @@ class _Check:
 
     def run(self) -> FsckReport:
         self._check_files()
-        index = BlockIndex.open(self.path / "index")
+        tables = read_tables(self.path / "index", lambda done, total: self.progress("records", done, total))
+        if tables.error:
+            self.report.add("index", "data.mdb", tables.error)
         # Capacity is the service's business: here every segment that is there counts.
         slab = Slab.open(self.path / "slab", 1 << 62, self.segment_bytes, mend=False)
         try:
-            entries = self._check_records(index, set(slab.segments()))
+            entries = self._check_records(tables, set(slab.segments()))
             entries = self._check_payloads(slab, entries)
-            entries = self._check_overlaps(entries)
-            self._check_parents(entries)
-            if self.repair:
-                for start in range(0, len(self.bad_keys), 10_000):
-                    index.commit(deletes=self.bad_keys[start : start + 10_000], sync=True)
         finally:
             slab.close()
-            index.close()
+        entries = self._check_overlaps(entries)
+        entries = self._check_parents(entries)
+        if self.repair and tables.error:
+            rebuild(self.path / "index", tables, entries)
+        elif self.repair and self.bad_keys:
+            delete_blocks(self.path / "index", self.bad_keys)
         return self.report
 
     def _reject(self, entry: Entry, kind: str, text: str) -> None:
@@ -150,7 +154,7 @@ class _Check:
 
     def _check_files(self) -> None:
         for item in sorted(self.path.iterdir()):
-            if item.name not in _ROOT_NAMES:
+            if item.name not in _ROOT_NAMES and not item.is_socket():  # a killed service leaves its sockets
                 self._stray(item)
         folder = self.path / "slab"
         for item in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -176,25 +180,25 @@ class _Check:
 
     # ---- records ----
 
-    def _check_records(self, index: BlockIndex, segments: set[int]) -> list[Entry]:
-        shapes = self._shapes(index)
+    def _check_records(self, tables: Tables, segments: set[int]) -> list[Entry]:
+        shapes = self._shapes(tables)
         good: list[Entry] = []
-        for item in index.scan(lambda done, total: self.progress("records", done, total)):
-            self.report.num_records += 1
-            if isinstance(item, bytes):
-                self.report.add("record", item.hex(), "damaged, or stored under a foreign key")
-                self.bad_keys.append(item)
-            elif (text := self._wrong_place(item, segments)) is not None:
-                self._reject(item, "place", text)
-            elif shapes.get(item.record.keyspace, (0, 0)) != (item.record.num_slices, item.record.slice_bytes):
-                self._reject(item, "keyspace", "keyspace isn't registered, or has another shape")
+        self.report.num_records = len(tables.blocks) + len(tables.bad_keys)
+        for key in tables.bad_keys:
+            self.report.add("record", key.hex(), "damaged, or stored under a foreign key")
+            self.bad_keys.append(key)
+        for entry in tables.blocks:
+            if (text := self._wrong_place(entry, segments)) is not None:
+                self._reject(entry, "place", text)
+            elif shapes.get(entry.record.keyspace, (0, 0)) != (entry.record.num_slices, entry.record.slice_bytes):
+                self._reject(entry, "keyspace", "keyspace isn't registered, or has another shape")
             else:
-                good.append(item)
+                good.append(entry)
         return good
 
-    def _shapes(self, index: BlockIndex) -> dict[bytes, tuple[int, int]]:
+    def _shapes(self, tables: Tables) -> dict[bytes, tuple[int, int]]:
         shapes: dict[bytes, tuple[int, int]] = {}
-        for keyspace_id, encoding in index.keyspaces().items():
+        for keyspace_id, encoding in tables.keyspaces.items():
             try:
                 keyspace = Keyspace.decode(encoding)
             except InvalidField as error:
@@ -244,16 +248,19 @@ class _Check:
                 good.append(entry)
         return good
 
-    def _check_parents(self, entries: list[Entry]) -> None:
-        depths = {e.key: e.record.depth for e in entries}
+    def _check_parents(self, entries: list[Entry]) -> list[Entry]:
+        """Parents first, so that a lost block takes all that follow it along."""
+        depths: dict[bytes, int] = {}
+        good: list[Entry] = []
         for entry in sorted(entries, key=lambda e: e.record.depth):
             record = entry.record
-            if record.parent == NO_PARENT and record.depth == 0:
-                continue
-            parent = block_key(record.keyspace, record.parent)
-            if depths.get(parent) != record.depth - 1:
+            is_first = record.parent == NO_PARENT and record.depth == 0
+            if not is_first and depths.get(block_key(record.keyspace, record.parent)) != record.depth - 1:
                 self._reject(entry, "orphan", "its parent isn't stored")
-                depths.pop(entry.key, None)
+            else:
+                depths[entry.key] = record.depth
+                good.append(entry)
+        return good
 
 
 def batches(entries: Sequence[Entry], max_bytes: int) -> Iterator[list[Entry]]:

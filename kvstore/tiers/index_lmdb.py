@@ -132,7 +132,7 @@ class BlockIndex:
             env.reader_check()  # slots of killed readers would keep old data alive
             return cls(env)
         except (lmdb.Error, OSError) as error:
-            raise SetupError(f"index: can't open {folder}: {error}; run `kvstore fsck` on the data directory") from None
+            raise SetupError(f"index: can't open {folder}: {error}; run `kvstore fsck --repair`") from None
 
     # ---- blocks ----
 
@@ -348,7 +348,7 @@ def _check_length(env: lmdb.Environment, folder: Path) -> None:
     if found < needed:
         env.close()
         raise SetupError(
-            f"index: {folder / 'data.mdb'} was cut: {found} bytes of {needed}; restore it, or move the data directory away"
+            f"index: {folder / 'data.mdb'} was cut: {found} bytes of {needed}; run `kvstore fsck --repair`"
         )
 
 

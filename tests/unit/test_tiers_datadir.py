@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -284,3 +285,54 @@ def test_random_damage_never_survives_repair(tmp_path: Path) -> None:
         assert oracle.verify(entry.record, target[:n]) is None
     engine.close()
     data.close()
+
+
+# ---- a damaged index
+
+
+def mdb(path: Path) -> Path:
+    return path / "index" / "data.mdb"
+
+
+@pytest.mark.parametrize("length", [4096, 8192, 40_000])
+def test_a_cut_index_is_refused_and_made_anew(tmp_path: Path, length: int) -> None:
+    fill_dir(tmp_path)
+    os.truncate(mdb(tmp_path), length)
+    with pytest.raises(SetupError, match="fsck --repair"):
+        open_dir(tmp_path)
+    assert "index" in kinds(tmp_path)
+    fsck(tmp_path, repair=True)
+    assert fsck(tmp_path).ok
+    data = open_dir(tmp_path)
+    assert list(data.recover()) == []
+    assert data.slab.segments() == []
+    data.close()
+
+
+def test_what_can_still_be_read_is_kept(tmp_path: Path) -> None:
+    """A rotten page in the middle of many: fsck keeps what the scan gave before it, and every named context."""
+    entries = fill_dir(tmp_path, 200)
+    data = open_dir(tmp_path)
+    data.index.put_contexts({"morning": {"hashes": "ff"}})
+    data.close()
+    raw = bytearray(mdb(tmp_path).read_bytes())
+    rotten = next(at for at in range(len(raw) - 4096, 0, -4096) if entries[150].record.digest in raw[at : at + 4096])
+    raw[rotten + 10 : rotten + 16] = b"\xff" * 6  # the page's header: flags and bounds
+    mdb(tmp_path).write_bytes(raw)
+    data = open_dir(tmp_path)
+    with pytest.raises(SetupError, match="fsck --repair"):
+        list(data.recover())
+    data.close()
+    assert "index" in kinds(tmp_path, repair=True)
+    assert fsck(tmp_path).ok
+    data = open_dir(tmp_path)
+    assert data.index.contexts() == {"morning": {"hashes": "ff"}}
+    assert data.index.keyspaces() == {KEYSPACE.id: KEYSPACE.encode()}
+    data.close()
+
+
+def test_sockets_of_a_killed_service_are_no_strays(tmp_path: Path) -> None:
+    fill_dir(tmp_path)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "kvstore.sock"))
+    assert fsck(tmp_path).ok
