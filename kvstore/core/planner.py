@@ -106,7 +106,7 @@ class RestoreRate:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Compute blocks [0, first), restore [first, last), compute the rest; times in seconds, as predicted."""
+    """Compute blocks [begin, first), restore [first, last), compute the rest; times in seconds, as predicted."""
 
     first: int
     last: int
@@ -120,28 +120,29 @@ def plan(
     block_tokens: int,
     compute: ComputeRate,
     restore: RestoreRate,
+    begin: int = 0,
     unit_blocks: int = 1,
 ) -> Plan:
-    """The fastest plan for a context whose first `len(tiers)` blocks lie in these tiers.
+    """The fastest plan for a context of `end_tokens`, of which blocks [0, begin) are there already.
 
-    `unit_blocks`: the split is at multiples of this (an engine's chunk). Before compute was measured everything held is
-    restored. O(n) in blocks.
+    `tiers[i]` is where block `begin + i` can be restored from. `unit_blocks`: the split is at multiples of this (an
+    engine's chunk). Before compute was measured everything held is restored. O(n) in blocks.
     """
-    held = len(tiers)
-    alone = compute.seconds(0, end_tokens)
-    everything = Plan(0, held, restore.seconds(tiers) + compute.seconds(held * block_tokens, end_tokens), alone)
-    if not held or not compute.known:
+    last = begin + len(tiers)
+    alone = compute.seconds(begin * block_tokens, end_tokens)
+    rest = compute.seconds(last * block_tokens, end_tokens)
+    everything = Plan(begin, last, restore.seconds(tiers) + rest, alone)
+    if not tiers or not compute.known:
         return everything
-    best = everything
-    if alone < best.seconds:
-        best = Plan(0, 0, alone, alone)
-    left = restore.seconds(tiers)
-    for first in range(unit_blocks, held, unit_blocks):
-        left -= restore.seconds(tiers[first - unit_blocks : first]) - restore.fixed
-        front = compute.seconds(0, first * block_tokens)
-        total = max(front, left) + compute.seconds(held * block_tokens, end_tokens)
-        if total < best.seconds * MARGIN or (best.first and total < best.seconds):
-            best = Plan(first, held, total, alone)
+    best = everything if everything.seconds <= alone else Plan(begin, begin, alone, alone)
+    done, left = begin, restore.seconds(tiers)
+    for first in range((begin // unit_blocks + 1) * unit_blocks, last, unit_blocks):
+        left -= restore.seconds(tiers[done - begin : first - begin]) - restore.fixed
+        done = first
+        front = compute.seconds(begin * block_tokens, first * block_tokens)
+        split = Plan(first, last, max(front, left) + rest, alone)
+        if split.seconds < (best.seconds if begin < best.first < last else best.seconds * MARGIN):
+            best = split
         if front > left:
             break
     return best

@@ -72,3 +72,13 @@ def test_no_simple_plan_is_better(tiers: list[Tier], extra: int, a: float, b: fl
 def test_before_anything_is_measured_what_is_held_is_restored() -> None:
     first = plan([Tier.DRAM] * 5, 200, BLOCK, ComputeRate(), RestoreRate())
     assert (first.first, first.last) == (0, 5)
+
+
+def test_what_is_there_already_is_neither_restored_nor_computed() -> None:
+    compute = machine(1e-3, 0.0)
+    both = plan([Tier.DRAM] * 60, 100 * BLOCK, BLOCK, compute, RestoreRate(0.0, 0.032, 0.032), begin=40, unit_blocks=8)
+    assert both.last == 100
+    assert both.first % 8 == 0 and 64 <= both.first <= 72
+    assert both.recompute_seconds == compute.seconds(40 * BLOCK, 100 * BLOCK)
+    slow = plan([Tier.DRAM] * 60, 100 * BLOCK, BLOCK, compute, RestoreRate(60.0, 1.0, 1.0), begin=40)
+    assert slow.first == slow.last == 40
