@@ -68,6 +68,11 @@ class ServiceStore:
         """Did the service answer lately?"""
         return self._client is not None and bool(self._client.health)
 
+    @property
+    def boot_epoch(self) -> int:
+        """Which life of the service the client is attached to; 0 while it's away."""
+        return self._client.boot_epoch if self._client is not None else 0
+
     def _connected(self) -> Client:
         with self._lock:
             if self._client is None:

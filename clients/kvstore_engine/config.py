@@ -43,6 +43,8 @@ class EngineConfig(BaseModel):
     max_queue: Annotated[int, Field(ge=1, le=100_000)] = 256
     max_tokens_default: Positive = 256
     request_timeout_s: Seconds = 600.0
+    patience_s: Seconds = 30.0
+    """Requests with little to compute go first, until one has waited this long."""
 
     store: str = ""
     """Address of the node service (`unix:/path` or `host:port`); empty: no store."""

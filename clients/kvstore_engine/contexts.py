@@ -36,15 +36,14 @@ class Contexts:
     def __len__(self) -> int:
         return len(self._held)
 
-    def chain(self, session: str, tokens: Sequence[int]) -> TokenChain:
-        """A chain of `tokens`, hashing only what is new to the session.
+    def chain(self, session: str, tokens: Sequence[int]) -> tuple[TokenChain, int]:
+        """A chain of `tokens`, hashing only what is new to the session, and how many tokens that kept.
 
-        The caller owns it. Raises InvalidField on bad token ids.
+        The caller owns the chain. Raises InvalidField on bad token ids.
         """
         known = self._held.get(session) if session else None
         chain = known.chain.copy() if known else TokenChain(self._keyspace)
-        chain.update(tokens)
-        return chain
+        return chain, chain.update(tokens)
 
     def begin_turn(self, session: str) -> SignalKind:
         """A request came: the tool's end if the agent waited for one, else a new turn."""

@@ -5,10 +5,10 @@
                                                         pool short v  | resume through WAITING
                                                                  SAVING (blocks on the way down)
 
-One `turn()` handles the inbox, admits, computes one prefill chunk (of the oldest sequence that has one) and one decode
-step (of all that are ready), so that long prompts don't stop the others. Nothing here blocks on the store: its work
-runs in `Transfers` and comes back through the inbox. A restore that is late is given up; its slots stay claimed until
-the transfer is over, since it may still write.
+One `turn()` handles the inbox, admits, computes one prefill chunk (of the sequence with least left to do: a resumed
+turn isn't kept waiting by a cold one) and one decode step (of all that are ready), so that long prompts don't stop the
+others. Nothing here blocks on the store: its work runs in `Transfers` and comes back through the inbox. A restore that
+is late is given up; its slots stay claimed until the transfer is over, since it may still write.
 
 When the pool is short the youngest running sequence gives way: its sealed blocks are offloaded (not dropped), and it
 resumes through restore. The oldest is never preempted, so something always ends.
@@ -89,11 +89,12 @@ class Scheduler:
             self.counters.num_refused += 1
             raise LimitExceeded(f"max_queue: {self._config.max_queue} requests wait already; try again later")
         now = self._clock()
-        chain = self.contexts.chain(request.session, request.tokens)
+        chain, kept = self.contexts.chain(request.session, request.tokens)
         usage = Usage(prompt_tokens=len(request.tokens), arrived_ns=now)
         stream = TextStream(self._tokenizer, request.sampling.stop)
         deadline = now + round(request.timeout_s * 1e9)
         job = Job(request, chain, list(request.tokens), Sampler(request.sampling), stream, deadline, usage)
+        job.num_new, job.served_ns = len(request.tokens) - kept, now
         self.waiting.append(job)
         self._begin_turn(request.session)
 
@@ -124,7 +125,7 @@ class Scheduler:
         """Is there anything to compute or to admit now? (Sequences that wait for room don't count until a transfer
         ends.)
         """
-        return self._computed_something or bool(self.waiting and self._has_room(self.waiting[0]))
+        return self._computed_something or bool(self.waiting and self._has_room(self._next_waiting()))
 
     @property
     def quiet(self) -> bool:
@@ -191,9 +192,17 @@ class Scheduler:
             self.running or self.restoring or self.saving or self._num_claims
         )
 
+    def _next_waiting(self) -> Job:
+        """The one with least to compute, unless the first has lost patience."""
+        return self._impatient(self.waiting[0]) or min(self.waiting, key=lambda job: job.num_new)
+
+    def _impatient(self, job: Job) -> Job | None:
+        return job if self._clock() - job.served_ns > self._config.patience_s * 1e9 else None
+
     def _admit(self) -> None:
-        while self.waiting and self._has_room(self.waiting[0]):
-            job = self.waiting.popleft()
+        while self.waiting and self._has_room(job := self._next_waiting()):
+            self.waiting.remove(job)
+            job.served_ns = self._clock()
             job.hold = self._acquire(job)
             wanted = self._restorable(job) - len(job.hold.slots)
             if self._has_store and job.request.use_cache and wanted >= self._config.restore_blocks_min:
@@ -292,15 +301,21 @@ class Scheduler:
     # ---- compute
 
     def _prefill_one(self) -> None:
-        for job in self.running:
-            if job.num_pending > 1 or (job.request.plan and job.num_computed < job.num_prompt):
-                span = self._next_span(job)
-                if self._make_room(job, span[1]):
-                    logits = self._executor.prefill(self._work(job, span))
-                    self._computed(job, span)
-                    if job.num_pending == 0:
-                        self._advance(job, job.sampler.choose(logits))
-                return
+        """One chunk of the sequence with least left to do, or of the oldest that lost patience."""
+        able = [job for job in self.running if self._wants_prefill(job)]
+        if not able:
+            return
+        job = next((j for j in able if self._impatient(j)), None) or min(able, key=lambda j: j.num_pending)
+        span = self._next_span(job)
+        if self._make_room(job, span[1]):
+            logits = self._executor.prefill(self._work(job, span))
+            self._computed(job, span)
+            if job.num_pending == 0:
+                self._advance(job, job.sampler.choose(logits))
+
+    def _wants_prefill(self, job: Job) -> bool:
+        """More than a decode step's one token; or a plan that must be followed to the prompt's end."""
+        return job.num_pending > 1 or bool(job.request.plan and job.num_computed < job.num_prompt)
 
     def _next_span(self, job: Job) -> Span:
         planned = planned_span(job.request.plan, job.num_computed) if job.request.plan else None
@@ -333,6 +348,7 @@ class Scheduler:
         self._computed_something = True
         self.counters.computed_tokens += span[1] - span[0]
         job.num_computed = span[1]
+        job.served_ns = self._clock()
         if job.spans is not None:
             job.spans.append(span)
         if not job.request.use_cache:
@@ -394,7 +410,7 @@ class Scheduler:
         if job.state == State.SAVING:
             self.saving.remove(job)
             job.state = State.WAITING
-            job.num_computed = 0
+            job.num_computed = job.num_new = 0
             self.waiting.appendleft(job)
 
     def _offload(self, job: Job, hold: Hold, then: Callable[[], None]) -> None:

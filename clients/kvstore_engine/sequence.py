@@ -151,6 +151,10 @@ class Job:
     restore_began_ns: int = 0
     restored: RestoreResult = field(default_factory=lambda: RestoreResult(0))
     accounted: bool = False
+    num_new: int = 0
+    """Tokens that its session didn't have before: what it will probably have to compute."""
+    served_ns: int = 0
+    """When it last was admitted or computed a chunk."""
 
     @property
     def num_prompt(self) -> int:

@@ -334,4 +334,24 @@ def test_chain_of_a_session_is_the_chain_of_its_tokens() -> None:
     (end,) = rig.run("a")
     chain = TokenChain(rig.pool.keyspace)
     chain.extend([*ids, *end.tokens])
-    assert rig.scheduler.contexts.chain("s", [*ids, *end.tokens]).hash_at(2) == chain.hash_at(2)
+    known, kept = rig.scheduler.contexts.chain("s", [*ids, *end.tokens, 7])
+    assert known.hash_at(2) == chain.hash_at(2)
+    assert kept == 55
+
+
+def test_a_resumed_turn_is_not_kept_waiting_by_cold_ones() -> None:
+    """Order of first tokens: least to compute first, until somebody lost patience."""
+    rig = Rig(max_batch=1)
+    ids = ids_of(64)
+    rig.submit("first", ids, session="s")
+    (first,) = rig.run("first")
+    for name in ("cold1", "cold2"):
+        rig.submit(name, ids_of(300, seed=ord(name[-1])))
+    rig.submit("resumed", [*ids, *first.tokens, 9], session="s")
+    rig.run("resumed")
+    assert rig.end_of("cold1") is None and rig.end_of("cold2") is None
+    rig.submit("again", [*ids, *first.tokens, 9, 10], session="s")
+    rig.ahead_ns += 31 * 10**9
+    rig.run("cold1")
+    assert rig.end_of("again") is None
+    rig.run("cold2", "again")

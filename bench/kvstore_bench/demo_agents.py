@@ -1,0 +1,86 @@
+"""The demo's agents: threads that call the model, then wait for their tool.
+
+    thinking --turn over--> in tool --tool returns--> thinking ... --> done
+
+Tools take as long as a seeded draw says: most a second or two, some long enough for the context to sink.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import dataclass
+
+from kvstore_bench.demo_script import Script
+from kvstore_engine.engine import Engine
+from kvstore_engine.sampling import SamplingParams
+from kvstore_engine.sequence import EndEvent, TurnEnd
+
+SHORT_S, LONG_S = (1.0, 4.0), (10.0, 18.0)
+LONG_SHARE = 0.4
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One finished call: the agent, which of its calls, the prompt, what came of it."""
+
+    agent: int
+    index: int
+    tokens: list[int]
+    end: EndEvent
+
+    @property
+    def resumed(self) -> bool:
+        """Did the context exist before?"""
+        return self.index > 0
+
+
+class Agent(threading.Thread):
+    """One agent. The view reads its public attributes, which only this thread writes."""
+
+    def __init__(self, number: int, script: Script, engine: Engine, sampling: SamplingParams, seed: int) -> None:
+        super().__init__(name=script.name, daemon=True)
+        self.number = number
+        self.script = script
+        self.session = f"demo-{number + 1}"
+        self.state = "starting"
+        self.index = 0
+        self.turns: list[Turn] = []
+        self.error = ""
+        self._engine = engine
+        self._sampling = sampling
+        self._rng = random.Random(seed * 1000 + number)
+        self._halt = threading.Event()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the context it is working on."""
+        return len(self.script.calls[min(self.index, len(self.script.calls) - 1)].tokens)
+
+    def stop(self) -> None:
+        """Don't wait for the tool any more, and make no further calls."""
+        self._halt.set()
+
+    def run(self) -> None:
+        """All calls of the script."""
+        try:
+            for index, call in enumerate(self.script.calls):
+                self.index = index
+                self._think(index, call.tokens, call.tool)
+                if self._halt.is_set():
+                    break
+            self.state = "done"
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
+            self.state = "failed"
+
+    def _think(self, index: int, tokens: list[int], tool: str) -> None:
+        last = index == len(self.script.calls) - 1
+        wait_s = self._rng.uniform(*(LONG_S if self._rng.random() < LONG_SHARE else SHORT_S))
+        after = TurnEnd() if last else TurnEnd(tool=tool, expected_s=wait_s)
+        self.state = "thinking"
+        end = self._engine.generate(tokens, self._sampling, session=self.session, on_end=lambda text: after)
+        self.turns.append(Turn(self.number, index, tokens, end))
+        if not last:
+            self.state = f"in {tool} {wait_s:.0f} s"
+            self._halt.wait(wait_s)
