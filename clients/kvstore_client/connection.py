@@ -38,6 +38,8 @@ from kvstore_client.values import Lease, PoolReport
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 HEARTBEAT_S = 1.0
+ANSWER_S = 10.0
+"""A service that leaves a heartbeat unanswered for so long is away: stopped, or stuck, though its socket is open."""
 MESSAGE_BYTES_MAX = 16 << 20
 OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -45,10 +47,6 @@ OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.use_local_subchannel_pool", 1),
-    # A service that is stopped, or stuck, keeps its socket: only unanswered pings show it.
-    ("grpc.keepalive_time_ms", 15_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.max_pings_without_data", 0),
 ]
 
 
@@ -130,7 +128,7 @@ class Connection:
                 if self._descriptors is None:
                     self._connect()
                 self._attach()
-            except (grpc.RpcError, KVStoreError) as error:
+            except (grpc.RpcError, KVStoreError, queue.Empty) as error:
                 log.debug("service away: %s", error)
             except Exception:
                 log.exception("life line failed")
@@ -139,11 +137,13 @@ class Connection:
 
     def _attach(self) -> None:
         beats: queue.SimpleQueue[pb.Heartbeat | None] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[pb.ServiceState | None] = queue.SimpleQueue()
         call: Any = self._cache.Attach(iter(beats.get, None))
         try:
+            threading.Thread(target=_pump, args=(call, answers), name="kvstore-beats", daemon=True).start()
             while not self._closed.is_set():
                 beats.put(self._heartbeat())
-                state = next(call, None)  # None: the service ended the stream, for want of heartbeats
+                state = answers.get(timeout=ANSWER_S)
                 if state is None or state.boot_epoch != self.boot_epoch:
                     return
                 self.health = state.health
@@ -229,3 +229,14 @@ class Connection:
 
     def _register(self, keyspace: Keyspace) -> None:
         self._call(self._cache.RegisterKeyspace, pb.RegisterKeyspaceRequest(encoding=keyspace.encode()))
+
+
+def _pump(call: Any, answers: queue.SimpleQueue[pb.ServiceState | None]) -> None:
+    """Thread: what the service says, then None when it says no more."""
+    try:
+        for state in call:
+            answers.put(state)
+    except grpc.RpcError as error:
+        log.debug("heartbeats ended: %s", error)
+    finally:
+        answers.put(None)

@@ -10,6 +10,7 @@ The socket is `<socket>.fd`, mode 0600: whoever may open it may read and write a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -78,6 +79,8 @@ class DescriptorServer:
 
     def close(self) -> None:
         """Stop accepting and remove the socket."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread; closing alone doesn't
         self._socket.close()
         self._path.unlink(missing_ok=True)
 

@@ -4,7 +4,7 @@ Time goes in eras, each with a data directory of its own and a ledger of what wa
 written than NVMe holds, so nothing promised may be evicted, and is of one kind:
 
     kills    SIGKILL of the service, SIGKILL and SIGSTOP of clients          nothing promised may be missing
-    full     the same on a volume too small for the configured capacity     nothing promised may be missing
+    full     the same on a volume that somebody else has nearly filled      nothing promised may be missing
     rot      the same, and files are cut and flipped while it is down       no wrong bytes; rot may cost blocks
 """
 
@@ -29,13 +29,14 @@ from kvstore.testing.service import ServiceProcess, wait_for
 from kvstore.testing.soak.tally import Tally
 from kvstore.testing.soak.work import Ledger, Promise, Worker, check_promise
 from kvstore.testing.stub import StubEngine, tiny_keyspace
-from kvstore.testing.volumes import NoVolume, tmpfs
+from kvstore.testing.volumes import NoVolume, fill, tmpfs
 from kvstore.tiers.fsck import fsck
 from kvstore_client import Client
 
 MIB = 1 << 20
 NVME_BYTES = 48 * MIB
-VOLUME_BYTES = 24 * MIB
+VOLUME_BYTES = 64 * MIB
+VOLUME_LEFT_BYTES = 16 * MIB
 OFFERED_MAX = int(0.6 * NVME_BYTES / 4096)
 NUM_WORKERS = 2
 NUM_CHECKED = 12
@@ -256,6 +257,7 @@ def _era_folder(kind: str, tally: Tally) -> Iterator[Path | None]:
             return
         try:
             with tmpfs(Path(name) / "volume", VOLUME_BYTES) as folder:
+                fill(folder, VOLUME_LEFT_BYTES)
                 tally.fault("full_volume")
                 yield folder
         except NoVolume as missing:
