@@ -15,6 +15,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
@@ -218,8 +219,8 @@ class Runtime:
         for place in plan.places[good : good + 1]:
             log.warning("record of %r is missing", place.block)
             self._step(events.Lost(self.machine.space_of(place.block).id, place.block.hash, place.tier))
-        for place in plan.places[:good]:
-            self.metrics.hits(place.tier.label, 1)
+        for tier, num_blocks in Counter([place.tier for place in plan.places[:good]]).items():
+            self.metrics.hits(tier.label, num_blocks)
         return plan.op, plan.places[:good], [r for r in records[:good] if r is not None]
 
     def restore_done(self, op: OpId, corrupt: tuple[int, ...], moved: dict[Tier, int]) -> None:

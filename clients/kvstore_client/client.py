@@ -12,18 +12,20 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
+import numpy as np
 
 from kvstore.core.hashing import TokenChain
 from kvstore.core.keyspace import Keyspace
-from kvstore.core.record import BadRecord, Record, decode_record
+from kvstore.core.record import Record
 from kvstore.core.types import Durability, KeyspaceId, Tier
 from kvstore.errors import InvalidField, LeaseExpired, TransferError, Unavailable
 from kvstore_api.v1 import kvstore_pb2 as pb
 from kvstore_client.connection import Connection
 from kvstore_client.descriptors import Descriptors
-from kvstore_client.moving import Outcome, check_pool, read_blocks, write_blocks
+from kvstore_client.moving import Outcome, Plan, check_pool, read_blocks, write_blocks
 from kvstore_client.pool import Pool
 from kvstore_client.session import Session
 from kvstore_client.statuses import error_of
@@ -31,6 +33,8 @@ from kvstore_client.values import Lease, Offloaded, Restored
 
 RECORDS_BYTES = 2 << 20
 """Records sent or asked for in one message."""
+PAGE_BLOCKS, PAGES_IN_FLIGHT = 1024, 3
+"""A longer restore is located in pages, one of them while the bytes of another move."""
 OFFLOAD_BYTES = 256 << 20
 """Slots reserved at once; at most a quarter of the arena besides."""
 DURABILITIES = {
@@ -171,21 +175,42 @@ class Client(Connection):
             raise InvalidField("slots", f"{len(slots)} for {last - first} blocks", "give one slot a block")
         started = time.monotonic()
         deadline = started + (timeout_s or self.timeout_s)
-        page = _records_max(chain.keyspace)
-        num_ok, tiers = 0, [0, 0, 0]
-        errors: list[str] = []
         with self._using(lease):
-            while first + num_ok < last and not errors:
-                start = first + num_ok
-                end = min(last, start + page)
-                got = self._restore_page(lease, chain, start, end, pool, slots[num_ok : num_ok + end - start], deadline)
-                num_ok += got.num_ok
-                errors = got.errors
-                for tier in got.tiers:
-                    tiers[tier] += 1
-                if got.num_ok < end - start and not errors:
-                    errors = ["the service holds fewer blocks than it leased"]
-        return Restored(num_ok, tiers[Tier.DRAM], tiers[Tier.NVME], time.monotonic() - started, tuple(errors))
+            outcomes = self._restore_pages(lease, chain, first, pool, slots, deadline)
+        tiers = b"".join(got.tiers for got in outcomes)
+        errors = outcomes[-1].errors if outcomes else []
+        if len(tiers) < last - first and not errors:
+            errors = ["the service holds fewer blocks than it leased"]
+        seconds = time.monotonic() - started
+        return Restored(len(tiers), tiers.count(Tier.DRAM), tiers.count(Tier.NVME), seconds, tuple(errors))
+
+    def _restore_pages(
+        self, lease: Lease, chain: TokenChain, first: int, pool: Pool, slots: Sequence[int], deadline: float
+    ) -> list[Outcome]:
+        """Outcomes of the pages up to the first that isn't whole.
+
+        While one page's bytes move, the next one is located. Nothing runs any more when this returns or raises.
+        """
+        page = min(_records_max(chain.keyspace), PAGE_BLOCKS)
+        cuts = [(at, slots[at : at + page]) for at in range(0, len(slots), page)]
+
+        def one(at: int, mine: Sequence[int]) -> Outcome:
+            return self._restore_page(lease, chain, first + at, first + at + len(mine), pool, mine, deadline)
+
+        if len(cuts) <= 1:
+            return [one(*cut) for cut in cuts]
+        outcomes: list[Outcome] = []
+        with ThreadPoolExecutor(PAGES_IN_FLIGHT, "kvstore-restore") as threads:
+            running = [threads.submit(one, *cut) for cut in cuts]
+            try:
+                for (_, mine), future in zip(cuts, running, strict=True):
+                    outcomes.append(future.result())
+                    if outcomes[-1].num_ok < len(mine):
+                        break
+            finally:
+                for future in running:
+                    future.cancel()
+        return outcomes
 
     def _restore_page(
         self,
@@ -204,8 +229,8 @@ class Client(Connection):
         reply = self._call(self._cache.Restore, request, max(0.05, deadline - time.monotonic()))
         outcome = Outcome()
         try:
-            places = _places(reply)
-            outcome = read_blocks(self._engine, self._shared, chain, first, places, pool, slots, descriptors, deadline)
+            plan = _plan(reply)
+            outcome = read_blocks(self._engine, self._shared, chain, first, plan, pool, slots, descriptors, deadline)
         finally:
             self._restore_done(lease, reply.op_id, outcome, chain.keyspace.block_bytes)
         return outcome
@@ -331,11 +356,9 @@ def _records_max(keyspace: Keyspace) -> int:
     return max(1, RECORDS_BYTES // (128 + 8 * keyspace.num_layers))
 
 
-def _places(reply: pb.RestoreReply) -> list[tuple[Tier, int, Record]]:
-    try:
-        return [
-            (Tier(tier), int.from_bytes(reply.slots[8 * i : 8 * i + 8], "little"), decode_record(reply.records[i]))
-            for i, tier in enumerate(reply.tiers)
-        ]
-    except (BadRecord, IndexError, ValueError) as error:
-        raise TransferError(f"service: its answer can't be read: {error}") from None
+def _plan(reply: pb.RestoreReply) -> Plan:
+    """Raises TransferError."""
+    plan = Plan(reply.tiers, np.frombuffer(reply.slots, dtype="<u8").tolist(), reply.records)
+    if not len(plan.tiers) == len(plan.slots) == len(plan.records):
+        raise TransferError("service: its answer can't be read: slots, tiers and records differ in number")
+    return plan

@@ -10,20 +10,36 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.hashing import DIGEST_BYTES, HASH_BYTES, TokenChain
+from kvstore.core.hashing import TokenChain
 from kvstore.core.keyspace import Keyspace
 from kvstore.core.record import NO_PARENT, Record
 from kvstore.core.types import BlockHash, Tier
 from kvstore.errors import InvalidField, KVStoreError, TransferError, Unavailable
-from kvstore.tiers.transfer import Copy, CopyResult, File, Memory, Priority
+from kvstore.tiers.tables import Table, TableTransfer, usable
+from kvstore.tiers.transfer import Copy, File, Memory, Priority, TransferEngine
 from kvstore_client.descriptors import Descriptors
 from kvstore_client.movers import Mover, Moving
 from kvstore_client.pool import Pool
+from kvstore_client.proof import checksums_of_records
 from kvstore_client.sharing import Key, SharedReads
+
+_DRAM = int(Tier.DRAM)
+R = TypeVar("R", covariant=True)
+
+
+@dataclass
+class Plan:
+    """Where a page of blocks lies, and their records."""
+
+    tiers: bytes
+    """A `Tier` a byte."""
+    slots: list[int]
+    records: Sequence[bytes]
 
 
 @dataclass
@@ -31,7 +47,8 @@ class Outcome:
     """What became of a page of blocks. `corrupt` are positions in the context."""
 
     num_ok: int = 0
-    tiers: list[Tier] = field(default_factory=list)
+    tiers: bytes = b""
+    """Where each of them came from, a `Tier` a byte."""
     corrupt: list[int] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     num_shared: int = 0
@@ -51,34 +68,12 @@ def check_pool(pool: Pool, keyspace: Keyspace, slots: Sequence[int]) -> None:
         raise InvalidField("slots", f"{bad[0]} is outside the pool", f"use 0 to {pool.num_slots - 1}")
 
 
-def identity(chain: TokenChain, index: int) -> tuple[bytes, bytes, bytes, bytes]:
-    """Keyspace id, hash, parent hash and digest that block `index` of a chain must have."""
-    parent = chain.hash_at(index - 1) if index else NO_PARENT
-    digest = chain.digest_at(index)
-    return chain.keyspace.id, chain.hash_at(index), parent, digest
-
-
-def confirm(record: Record, chain: TokenChain, index: int) -> str | None:
-    """None when the record is that of block `index`, else what differs."""
-    space, block_hash, parent, digest = identity(chain, index)
-    keyspace = chain.keyspace
-    if record.keyspace != space:
-        return "keyspace differs"
-    if record.hash != block_hash or record.parent != parent or record.depth != index:
-        return "another block's record"
-    if record.digest != digest:
-        return "token digest differs: a hash collision"
-    if (record.num_slices, record.slice_bytes) != (keyspace.num_layers, keyspace.slice_bytes):
-        return "layout differs"
-    return None
-
-
 def read_blocks(
     engine: Mover,
     shared: SharedReads,
     chain: TokenChain,
     first: int,
-    places: Sequence[tuple[Tier, int, Record]],
+    plan: Plan,
     pool: Pool,
     slots: Sequence[int],
     descriptors: Descriptors,
@@ -89,16 +84,14 @@ def read_blocks(
     What another restore of this process is reading from NVMe is copied from it. What failed on NVMe is read a second
     time before it is called lost, since that costs the block its life. Raises Unavailable when the service has gone.
     """
-    reading = _Reading(engine, first, pool, slots, descriptors, deadline)
-    for i, (tier, slot, record) in enumerate(places):
-        problem = confirm(record, chain, first + i)
-        if problem is None:
-            reading.add(i, tier, slot, record)
-        else:
-            reading.wrong[i] = problem
-            reading.out.corrupt.append(first + i)
+    sums, wrong = checksums_of_records(plan.records, chain, first)
+    reading = _Reading(engine, chain, first, sums, pool, slots, descriptors, deadline)
+    reading.refuse(wrong)
+    for i, (tier, slot) in enumerate(zip(plan.tiers, plan.slots, strict=True)):
+        if i not in wrong:
+            reading.add(i, tier, slot)
     reading.run(shared)
-    return reading.outcome([tier for tier, _, _ in places])
+    return reading.outcome(plan.tiers)
 
 
 class _Reading:
@@ -107,61 +100,89 @@ class _Reading:
     def __init__(
         self,
         engine: Mover,
+        chain: TokenChain,
         first: int,
+        sums: npt.NDArray[np.uint64],
         pool: Pool,
         slots: Sequence[int],
         descriptors: Descriptors,
         deadline: float,
     ) -> None:
         self.engine = engine
+        self.chain = chain
         self.first = first
-        self.pool = pool
-        self.slots = slots
+        self.sums = sums
+        self.block_bytes = chain.keyspace.block_bytes
+        self.slice_bytes = chain.keyspace.slice_bytes
+        self.flat = pool.flat
+        self.offsets = np.asarray(slots, dtype=np.int64) * pool.stride_bytes
         self.descriptors = descriptors
         self.deadline = deadline
         self.arena = arena_of(descriptors)
         self.out = Outcome()
         self.wrong: dict[int, str] = {}
-        self.dram: dict[int, tuple[int, Record]] = {}
-        self.nvme: dict[int, tuple[int, Record]] = {}
+        self.dram: dict[int, int] = {}
+        """Arena slots."""
+        self.nvme: dict[int, int] = {}
+        """Slots of the slab."""
 
-    def add(self, i: int, tier: Tier, slot: int, record: Record) -> None:
-        (self.dram if tier == Tier.DRAM else self.nvme)[i] = (slot, record)
+    def refuse(self, wrong: dict[int, str]) -> None:
+        self.wrong |= wrong
+        self.out.corrupt += [self.first + i for i in wrong]
+
+    def add(self, i: int, tier: int, slot: int) -> None:
+        (self.dram if tier == _DRAM else self.nvme)[i] = slot
 
     def target(self, i: int) -> Memory:
-        return Memory(self.pool.flat, self.slots[i] * self.pool.stride_bytes)
+        return Memory(self.flat, int(self.offsets[i]))
 
-    def copy(self, i: int, source: Memory | File, record: Record) -> Copy:
-        return Copy(source, self.target(i), record.payload_bytes, record.slice_bytes, record.checksums)
+    def copy(self, i: int, source: Memory | File) -> Copy:
+        return Copy(
+            source, Memory(self.flat, int(self.offsets[i])), self.block_bytes, self.slice_bytes, self.sums[i].tobytes()
+        )
 
     def run(self, shared: SharedReads) -> None:
-        keys = {(self.descriptors.boot_epoch, slot, record.hash): i for i, (slot, record) in self.nvme.items()}
+        epoch, chain, first = self.descriptors.boot_epoch, self.chain, self.first
+        keys = {(epoch, slot, chain.hash_at(first + i)): i for i, slot in self.nvme.items()}
         flight, others = shared.board((key, self.target(i)) for key, i in keys.items())
         good: list[Key] = []
-        copying: Moving | None = None
+        copying: _FromArena | None = None
         try:
             mine = [keys[key] for key in flight.places]
-            copying = self.start([self.copy(i, Memory(self.arena, s), r) for i, (s, r) in self.dram.items()])
+            copying = self.from_arena()
             failed = self.from_files(mine)
             good = [key for key in flight.places if keys[key] not in failed and keys[key] not in self.wrong]
         finally:
             shared.land(flight, good)
             if copying is not None:  # the slots are the caller's again only once nothing runs into them
-                for i, error in zip(self.dram, self.ended(copying), strict=True):
+                for i, error in copying.errors(self.deadline).items():
                     self.judge(i, error)
             sources = shared.wait(others, self.deadline)
         again = failed + self.from_others({keys[key]: source for key, source in sources.items()})
         again += [keys[key] for key in others if key not in sources]
         self.from_files(sorted(again), last_try=True)
 
+    def from_arena(self) -> _FromArena:
+        """Start copying what lies in DRAM. As a table where that can be: blocks may be small and many."""
+        indices = list(self.dram)
+        left = max(self.deadline - time.monotonic(), 0.0)
+        if not (isinstance(self.engine, TransferEngine) and usable(self.slice_bytes)):
+            copies = [self.copy(i, Memory(self.arena, slot)) for i, slot in self.dram.items()]
+            return _FromArena(indices, self.engine.submit(copies, Priority.READ, left))
+        slots = np.fromiter(self.dram.values(), dtype=np.int64, count=len(indices))
+        targets, sums = self.offsets, self.sums
+        if len(indices) < len(targets):
+            targets, sums = targets[indices], sums[indices]
+        table = Table(self.arena, slots, self.flat, targets, self.block_bytes, self.slice_bytes, sums)
+        return _FromArena(indices, self.engine.submit_table(table, Priority.READ, left))
+
     def from_files(self, indices: list[int], last_try: bool = False) -> list[int]:
         """Read from NVMe. Returns those that failed and may be tried again."""
         copies: dict[int, Copy] = {}
         failed: dict[int, KVStoreError] = {}
         for i in indices:
-            slot, record = self.nvme[i]
             try:
-                copies[i] = self.copy(i, File(*self.descriptors.segment(slot)), record)
+                copies[i] = self.copy(i, File(*self.descriptors.segment(self.nvme[i])))
             except KVStoreError as error:
                 failed[i] = error
         for i, problem in zip(copies, self.ended(self.start(list(copies.values()))), strict=True):
@@ -174,7 +195,7 @@ class _Reading:
 
     def from_others(self, sources: dict[int, Memory]) -> list[int]:
         """Copy what other restores have read. Returns those whose bytes are others by now."""
-        copies = [self.copy(i, source, self.nvme[i][1]) for i, source in sources.items()]
+        copies = [self.copy(i, source) for i, source in sources.items()]
         failed = [i for i, error in zip(sources, self.ended(self.start(copies)), strict=True) if error is not None]
         self.out.num_shared += len(sources) - len(failed)
         return failed
@@ -185,18 +206,31 @@ class _Reading:
     def ended(self, transfer: Moving) -> list[KVStoreError | None]:
         return [result.error for result in finish(transfer, self.deadline)]
 
-    def judge(self, i: int, error: KVStoreError | None) -> None:
-        if error is None:
-            return
+    def judge(self, i: int, error: KVStoreError) -> None:
         self.wrong[i] = str(error)
         if isinstance(error, TransferError):  # wrong bytes, or none: whoever asks again must not be promised them
             self.out.corrupt.append(self.first + i)
 
-    def outcome(self, tiers: list[Tier]) -> Outcome:
+    def outcome(self, tiers: bytes) -> Outcome:
         self.out.num_ok = min(self.wrong, default=len(tiers))
         self.out.tiers = tiers[: self.out.num_ok]
         self.out.errors = [f"block {self.first + i}: {text}" for i, text in sorted(self.wrong.items())][:4]
         return self.out
+
+
+class _FromArena:
+    """Copies out of DRAM under way. `indices`: their blocks."""
+
+    def __init__(self, indices: list[int], transfer: Moving | TableTransfer) -> None:
+        self.indices = indices
+        self.transfer = transfer
+
+    def errors(self, deadline: float) -> dict[int, KVStoreError]:
+        """What failed, by block, when all are through."""
+        if isinstance(self.transfer, TableTransfer):
+            return {self.indices[row]: error for row, error in finish(self.transfer, deadline).errors.items()}
+        results = zip(self.indices, finish(self.transfer, deadline), strict=True)
+        return {i: result.error for i, result in results if result.error is not None}
 
 
 def arena_of(descriptors: Descriptors) -> npt.NDArray[np.uint8]:
@@ -207,7 +241,12 @@ def arena_of(descriptors: Descriptors) -> npt.NDArray[np.uint8]:
     return array
 
 
-def finish(transfer: Moving, deadline: float) -> list[CopyResult]:
+class _Waitable(Protocol[R]):
+    def wait(self, timeout: float | None = None) -> R: ...
+    def cancel(self) -> None: ...
+
+
+def finish(transfer: _Waitable[R], deadline: float) -> R:
     """Results by the deadline, or of what was running when it passed: a copy that has started can't be called back, and
     its memory isn't free before it ends."""
     try:
@@ -231,22 +270,11 @@ def write_blocks(
     Returns records of what was copied, and hashes of what was not.
     """
     keyspace = chain.keyspace
-    arena = arena_of(descriptors)
-    copies = [
-        Copy(
-            Memory(pool.flat, mine * pool.stride_bytes),
-            Memory(arena, theirs),
-            keyspace.block_bytes,
-            keyspace.slice_bytes,
-            want_checksums=True,
-        )
-        for (_, theirs), mine in zip(granted, slots, strict=True)
-    ]
-    transfer = engine.submit(copies, Priority.WRITE, max(deadline - time.monotonic(), 0.0))
+    found = _sealed_sums(engine, keyspace, granted, pool, slots, arena_of(descriptors), deadline)
     records: list[Record] = []
     failed: list[BlockHash] = []
-    for (index, _), result in zip(granted, finish(transfer, deadline), strict=True):
-        if result.error is not None or result.checksums is None:
+    for (index, _), sums in zip(granted, found, strict=True):
+        if sums is None:
             failed.append(chain.hash_at(index))
             continue
         parent = chain.hash_at(index - 1) if index else NO_PARENT
@@ -258,10 +286,32 @@ def write_blocks(
                 index,
                 chain.digest_at(index),
                 keyspace.slice_bytes,
-                result.checksums,
+                sums,
             )
         )
     return records, failed
 
 
-__all__ = ["DIGEST_BYTES", "HASH_BYTES", "Outcome", "check_pool", "confirm", "read_blocks", "write_blocks"]
+def _sealed_sums(
+    engine: Mover,
+    keyspace: Keyspace,
+    granted: Sequence[tuple[int, int]],
+    pool: Pool,
+    slots: Sequence[int],
+    arena: npt.NDArray[np.uint8],
+    deadline: float,
+) -> list[bytes | None]:
+    """Copy pool -> arena. Checksums of each block, None for those that weren't copied."""
+    left, size = max(deadline - time.monotonic(), 0.0), keyspace.block_bytes
+    sources = [slot * pool.stride_bytes for slot in slots]
+    targets = [theirs for _, theirs in granted]
+    if isinstance(engine, TransferEngine) and usable(keyspace.slice_bytes):
+        table = Table(pool.flat, np.array(sources), arena, np.array(targets), size, keyspace.slice_bytes)
+        done = finish(engine.submit_table(table, Priority.WRITE, left), deadline)
+        return [None if row in done.errors else sums.tobytes() for row, sums in enumerate(done.checksums)]
+    copies = [
+        Copy(Memory(pool.flat, source), Memory(arena, target), size, keyspace.slice_bytes, want_checksums=True)
+        for source, target in zip(sources, targets, strict=True)
+    ]
+    results = finish(engine.submit(copies, Priority.WRITE, left), deadline)
+    return [None if result.error is not None else result.checksums for result in results]

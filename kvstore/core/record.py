@@ -20,12 +20,27 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
+import numpy as np
 import xxhash
 
 from kvstore.core.types import BlockHash, KeyspaceId
 
 MAGIC = b"KVR1"
 _HEAD = struct.Struct("<4sIII32s16s16s32s")
+HEAD = np.dtype(
+    [
+        ("magic", "V4"),
+        ("num_slices", "<u4"),
+        ("depth", "<u4"),
+        ("slice_bytes", "<u4"),
+        ("keyspace", "V32"),
+        ("hash", "V16"),
+        ("parent", "V16"),
+        ("digest", "V32"),
+    ]
+)
+"""The fixed part, for judging many records at once."""
+TAIL_BYTES = 8
 NO_PARENT = BlockHash(bytes(16))
 MAX_SLICES = 65536
 

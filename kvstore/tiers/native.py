@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 SOURCE = Path(__file__).with_name("native.c")
@@ -50,6 +51,11 @@ class Native:
     def hash(self, spans: Sequence[Span]) -> bytes:
         """XXH3-64 of each slice of the *targets*; sources are ignored."""
         return self._call(self._hash, spans)
+
+    def copy_rows(self, jobs: npt.NDArray[np.uint64], sums: npt.NDArray[np.uint64]) -> None:
+        """`copy` for spans as rows of a contiguous `[n, 4]` array; checksums go to `sums`, contiguous, one a slice."""
+        assert jobs.flags.c_contiguous and sums.flags.c_contiguous and sums.flags.writeable
+        self._copy(jobs.ctypes.data, len(jobs), sums.ctypes.data)
 
     @staticmethod
     def _call(function: ctypes._FuncPointer, spans: Sequence[Span]) -> bytes:

@@ -37,6 +37,7 @@ from kvstore.tiers.moves import (
     fail_all,
     resolve,
 )
+from kvstore.tiers.tables import Table, TableTransfer
 
 __all__ = ["Copy", "CopyResult", "File", "Memory", "Priority", "Transfer", "TransferEngine", "checksums_of"]
 
@@ -145,6 +146,26 @@ class _Unit:
         self.transfer.take(self.jobs)
 
 
+class _Rows:
+    """A range of rows of a table."""
+
+    __slots__ = ("first", "last", "num_bytes", "priority", "transfer")
+
+    def __init__(self, transfer: TableTransfer, first: int, last: int, num_bytes: int, priority: Priority) -> None:
+        self.transfer = transfer
+        self.first = first
+        self.last = last
+        self.num_bytes = num_bytes
+        self.priority = priority
+
+    def run(self) -> None:
+        """Carry out; never raises."""
+        self.transfer.run(self.first, self.last)
+
+
+_Work = _Unit | _Rows
+
+
 class _Lane:
     """Threads behind one two-level queue. They start with the first work.
 
@@ -157,7 +178,7 @@ class _Lane:
         self.num_threads = num_threads
         self.max_queued_bytes = max_queued_bytes
         self.queued_bytes = [0, 0]
-        self._queues: tuple[deque[_Unit], deque[_Unit]] = (deque(), deque())
+        self._queues: tuple[deque[_Work], deque[_Work]] = (deque(), deque())
         self._condition = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._num_idle = 0
@@ -179,7 +200,7 @@ class _Lane:
         with self._condition:
             self.queued_bytes[priority] -= num_bytes
 
-    def put(self, units: Sequence[_Unit], priority: Priority) -> None:
+    def put(self, units: Sequence[_Work], priority: Priority) -> None:
         """Queue units of an admitted batch. When the lane was closed since, they end as cancelled."""
         with self._condition:
             if not self._closed:
@@ -203,7 +224,7 @@ class _Lane:
                     self._num_writing -= 1
             del unit
 
-    def _next(self) -> _Unit | None:
+    def _next(self) -> _Work | None:
         with self._condition:
             while True:
                 unit = self._pick()
@@ -213,7 +234,7 @@ class _Lane:
                 self._condition.wait()
                 self._num_idle -= 1
 
-    def _pick(self) -> _Unit | None:
+    def _pick(self) -> _Work | None:
         for priority in Priority:
             queue = self._queues[priority]
             if queue and (priority is Priority.READ or self._num_writing < self.num_threads):
@@ -237,7 +258,7 @@ class _Lane:
             thread.join(max(0.0, end - time.monotonic()))
 
 
-def _drop(units: Sequence[_Unit]) -> None:
+def _drop(units: Sequence[_Work]) -> None:
     for unit in units:
         unit.transfer.cancel()
         unit.run()
@@ -289,6 +310,18 @@ class TransferEngine:
         lane.put([_Unit(transfer, run, move, priority) for run in self._cut(jobs, lane, total)], priority)
         return transfer
 
+    def submit_table(self, table: Table, priority: Priority, deadline_s: float | None = None) -> TableTransfer:
+        """Queue equal copies in memory; `tables.usable` says whether that can be done. Raises as `submit` does."""
+        deadline = None if deadline_s is None else time.monotonic() + deadline_s
+        transfer = TableTransfer(table, deadline)
+        count, lane = len(table), self._memory
+        if count:
+            lane.admit(count * table.num_bytes, priority)
+            rows = self._limit(lane, count * table.num_bytes) // table.num_bytes or 1
+            cuts = [(at, min(at + rows, count)) for at in range(0, count, rows)]
+            lane.put([_Rows(transfer, a, b, (b - a) * table.num_bytes, priority) for a, b in cuts], priority)
+        return transfer
+
     def _put_piecewise(self, copies: Sequence[Copy], transfer: Transfer, priority: Priority) -> None:
         """Threads copy the first blocks while the addresses of the last are worked out: small blocks are quick."""
         lane, done = self._memory, 0
@@ -326,9 +359,12 @@ class TransferEngine:
             "copies", "mix of kinds", "submit memory, read and write copies apart, none from file to file"
         )
 
+    def _limit(self, lane: _Lane, total_bytes: int) -> int:
+        return max(_UNIT_BYTES_MIN, min(self.unit_bytes, total_bytes // lane.num_threads))
+
     def _cut(self, jobs: list[Job], lane: _Lane, total_bytes: int) -> list[list[Job]]:
         """Units in order. Small batches are cut finer, so that every thread gets a share."""
-        limit = max(_UNIT_BYTES_MIN, min(self.unit_bytes, total_bytes // lane.num_threads))
+        limit = self._limit(lane, total_bytes)
         units: list[list[Job]] = []
         size = limit
         for job in jobs:

@@ -21,6 +21,7 @@ from kvstore.core.hashing import TokenChain
 from kvstore.core.types import Durability, Tier
 from kvstore.errors import SetupError
 from kvstore.testing.service import ServiceProcess, wait_for
+from kvstore.tiers.tables import Table, TableTransfer
 from kvstore.tiers.transfer import Copy, Priority, Transfer, TransferEngine
 from kvstore_bench.peers.blocks import Blocks
 from kvstore_client import Client
@@ -35,6 +36,9 @@ class _Unverified(TransferEngine):
 
     def submit(self, copies: Sequence[Copy], priority: Priority, deadline_s: float | None = None) -> Transfer:
         return super().submit([replace(copy, checksums=None) for copy in copies], priority, deadline_s)
+
+    def submit_table(self, table: Table, priority: Priority, deadline_s: float | None = None) -> TableTransfer:
+        return super().submit_table(replace(table, checksums=None), priority, deadline_s)
 
 
 class Ours:
