@@ -6,7 +6,7 @@ chunk boundaries give equal bits:
 - segments of one token (decode) run together, in a batch padded to a fixed number of rows, full or not;
 - logits are always taken from a batch of that same fixed number of rows.
 
-Matrix products of one shape give a row the same bits wherever it stands (checked at start by `rows_are_alike`).
+Matrix products of one shape give a row the same bits wherever it stands; tests check it on the machine they run on.
 """
 
 from __future__ import annotations
