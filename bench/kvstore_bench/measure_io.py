@@ -205,14 +205,18 @@ class Contest:
     limit_s: list[float] = field(default_factory=list)
 
     def round(self, number: int) -> None:
-        """Two attempts each, the better one counts; who goes first alternates."""
-        calls = [self.path, *self.limits]
-        best = [float("inf")] * len(calls)
+        """As many attempts for the path as for its limits together, the best ones count; who goes first alternates."""
+        path = limit = float("inf")
         for turn in range(ATTEMPTS):
-            for i in sorted(range(len(calls)), reverse=(number + turn) % 2 == 1):
-                best[i] = min(best[i], timed(calls[i]))
-        self.path_s.append(best[0])
-        self.limit_s.append(min(best[1:]))
+            for other in self.limits:
+                if (number + turn) % 2:
+                    limit = min(limit, timed(other))
+                    path = min(path, timed(self.path))
+                else:
+                    path = min(path, timed(self.path))
+                    limit = min(limit, timed(other))
+        self.path_s.append(path)
+        self.limit_s.append(limit)
 
     def row(self, size: Size, suffix: str = "") -> Row:
         """Median against median, GB/s."""
