@@ -401,6 +401,11 @@ class Runtime:
             rows = [({"outcome": k}, float(n)) for k, n in self.machine.prefetches.items()]
             yield "prefetched_blocks", "Blocks brought up ahead of need", rows
             yield "operations", "Running operations", [({}, self.machine.num_ops)]
+            yield (
+                "never_hit",
+                "1 when much was stored and asked for, and nothing found",
+                [({}, float(self.metrics.never_hit))],
+            )
             yield "healthy", "1 when serving", [({}, float(self.health == "serving"))]
         yield from self.more_gauges()
 

@@ -386,21 +386,22 @@ def test_disk_limits_on_a_volume_that_is_too_small(volume: Path) -> None:
 def test_disk_limits_met_by_the_index(volume: Path) -> None:
     """Somebody else fills the disk under a running node, the index included: stores fail honestly, reads go on, and
     with the space back everything works again."""
-    with FaultyNode(volume, dram_bytes=MIB, nvme_bytes=8 * MIB, segment_bytes=MIB) as node:
-        with Client(node.address) as client:
-            engine = StubEngine(client, tiny_keyspace())
-            first = engine.chain(1, 32)
-            assert engine.offload(first, Durability.SYNCED).num_blocks == 32
-            ballast = fill(volume)
-            kept = {s: engine.offload(engine.chain(s, 64), Durability.NVME).num_blocks for s in range(100, 108)}
-            assert engine.restore(first).num_ok == 32
-            ballast.unlink()
-            wait_for(node.quiet, "work to end")
-            assert engine.offload(engine.chain(200, 64), Durability.SYNCED).num_blocks == 64
-            for seed, count in kept.items():
-                seen = engine.restore(engine.chain(seed, 64))
-                assert seen.num_ok >= count and not seen.wrong
-            node.check()
+    sizes = {"dram_bytes": MIB, "nvme_bytes": 8 * MIB, "segment_bytes": MIB}
+    with FaultyNode(volume, **sizes) as node, Client(node.address) as client:
+        engine = StubEngine(client, tiny_keyspace())
+        first = engine.chain(1, 32)
+        assert engine.offload(first, Durability.SYNCED).num_blocks == 32
+        ballast = fill(volume)
+        kept = {s: engine.offload(engine.chain(s, 64), Durability.NVME).num_blocks for s in range(100, 108)}
+        assert engine.restore(first).num_ok == 32
+        ballast.unlink()
+        nvme = node.runtime.machine.pool(Tier.NVME)
+        wait_for(lambda: nvme is not None and nvme.alive and node.quiet(), "the tier to take writes again")
+        assert engine.offload(engine.chain(200, 64), Durability.SYNCED).num_blocks == 64
+        for seed, count in kept.items():
+            seen = engine.restore(engine.chain(seed, 64))
+            assert seen.num_ok >= count and not seen.wrong
+        node.check()
 
 
 # ---- O_DIRECT assumptions
@@ -408,16 +409,16 @@ def test_disk_limits_met_by_the_index(volume: Path) -> None:
 
 def test_o_direct_assumptions(volume: Path) -> None:
     """Whatever the file system does with O_DIRECT, and however the engine's pool is aligned, the bytes are right."""
-    with FaultyNode(volume, dram_bytes=MIB, nvme_bytes=8 * MIB, segment_bytes=MIB) as node:
-        with Client(node.address) as client:
-            engine = StubEngine(client, tiny_keyspace(num_layers=3))  # 6 KiB of payload in slots of 8 KiB
-            crooked = HostPool(engine.pool.flat[512:-512][: 200 * 8192], 8192)
-            engine.pool = crooked
-            for seed in range(12):
-                assert engine.offload(engine.chain(seed, 32), Durability.NVME).num_blocks == 32
-            for seed in range(12):
-                seen = engine.restore(engine.chain(seed, 32))
-                assert seen.num_ok == 32 and not seen.wrong
+    sizes = {"dram_bytes": MIB, "nvme_bytes": 8 * MIB, "segment_bytes": MIB}
+    with FaultyNode(volume, **sizes) as node, Client(node.address) as client:
+        engine = StubEngine(client, tiny_keyspace(num_layers=3))  # 6 KiB of payload in slots of 8 KiB
+        crooked = HostPool(engine.pool.flat[512:-512][: 200 * 8192], 8192)
+        engine.pool = crooked
+        for seed in range(12):
+            assert engine.offload(engine.chain(seed, 32), Durability.NVME).num_blocks == 32
+        for seed in range(12):
+            seen = engine.restore(engine.chain(seed, 32))
+            assert seen.num_ok == 32 and not seen.wrong
 
 
 # ---- Useless suffixes
