@@ -27,7 +27,7 @@ from rich.table import Table
 from kvstore.errors import InvalidField
 from kvstore.testing.service import ServiceProcess
 from kvstore_bench.demo_agents import Agent, Turn
-from kvstore_bench.demo_script import Script, load_scripts
+from kvstore_bench.demo_script import Script, load_scripts, start
 from kvstore_bench.demo_view import Whereabouts, table
 from kvstore_bench.rows import EXIT_INVALID, Row, exit_status, show, write_json
 from kvstore_client import Client
@@ -126,8 +126,8 @@ def _with_service(
     )
     service.options["huge_pages"] = "auto"
     service.options["io_threads"] = 4
-    service.start()
     try:
+        start(service)
         store = ServiceStore(service.address, model.keyspace, restore_timeout_s=10, offload_timeout_s=60)
         hbm = config.model_copy(update={"pool_bytes": sizes.of(sizes.hbm), "max_batch": 4})
         console.print(

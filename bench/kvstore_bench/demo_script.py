@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import SetupError
+from kvstore.testing.service import ServiceProcess
 from kvstore_engine.chat import render
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +42,15 @@ class Script:
     name: str
     calls: list[Call]
     source: str
+
+
+def start(service: ServiceProcess) -> None:
+    """Start the service. Raises SetupError with the last line that it said."""
+    try:
+        service.start()
+    except RuntimeError as error:
+        said = str(error).strip().splitlines()
+        raise SetupError(f"service: {said[-1] if said else 'ended without a word'}; see --data-dir") from None
 
 
 Run = tuple[str, list[tuple[str, str]]]

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from kvstore.errors import InvalidField, SetupError
 from kvstore.testing.service import ServiceProcess
-from kvstore_bench.demo_script import load_text
+from kvstore_bench.demo_script import load_text, start
 from kvstore_bench.rows import EXIT_INVALID, Row, exit_status, show, write_json
 from kvstore_engine.client_store import ServiceStore
 from kvstore_engine.config import EngineConfig, engine_config
@@ -56,8 +56,9 @@ def run(
             Path(folder), dram_bytes=2 * size, nvme_bytes=4 * size, segment_bytes=8 * MIB, lease_ttl_s=10
         )
         service.options |= {"huge_pages": "auto", "direct_io": "on"}
-        service.start()
         try:
+            _check_disk(Path(folder))
+            start(service)
             rows = _measure(config, model, service, ids, rounds)
         except SetupError as error:
             console.print(f"invalid: {error}", style="red")
@@ -68,6 +69,19 @@ def run(
     if json is not None:
         write_json(json, rows)
     return exit_status(rows)
+
+
+def _check_disk(folder: Path) -> None:
+    """Raises SetupError when the folder lies in memory: that would be no restore from NVMe."""
+    kinds: dict[str, str] = {}
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, mount, kind, *_ = line.split()
+        kinds[mount] = kind
+    place = folder.resolve()
+    while str(place) not in kinds:
+        place = place.parent
+    if kinds[str(place)] in ("tmpfs", "ramfs"):
+        raise SetupError(f"{folder} lies in memory ({kinds[str(place)]}); give --data-dir on a disk")
 
 
 def _measure(
@@ -81,7 +95,7 @@ def _measure(
     restored: list[EndEvent] = []
     for _ in range(rounds):
         service.stop()  # empties DRAM
-        service.start()
+        start(service)
         with _engine(config, model, service) as engine:  # and this starts with an empty pool
             restored.append(engine.generate(ids, ONE))
             recomputed.append(engine.generate(ids, ONE, use_cache=False))
