@@ -35,7 +35,7 @@ EXTRAS = {"kvstore_engine": "engine", "kvstore_gpu": "gpu", "kvstore_bench": "be
 MEASUREMENTS = {
     "restore": ("kvstore_bench.measure_restore", "Restored contexts against recomputed ones: time to the first token."),
     "io": ("kvstore_bench.measure_io", "Every data path of this machine against its limit, measured in the same run."),
-    "acquire": ("kvstore_bench.measure_acquire", "A lookup with a lease over the unix socket, by length of the context."),
+    "acquire": ("kvstore_bench.measure_acquire", "A lookup with a lease, by length of the context."),
     "peers": ("kvstore_bench.measure_peers", "The same blocks through other stores, as far as they are installed."),
 }
 

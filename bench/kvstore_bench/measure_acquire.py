@@ -114,9 +114,7 @@ def measure(lengths: Sequence[int], rounds: int, say: Callable[[str], None]) -> 
                 [(acquire(client, chain, num_blocks), match(client, unknown)) for _ in range(rounds)], dtype=np.float64
             )
             (p50, floor), (p99, _) = np.percentile(times, 50, axis=0), np.percentile(times, 99, axis=0)
-            say(
-                f"{num_blocks} blocks: Acquire p50 {p50:.2f} ms, p99 {p99:.2f} ms; Match of unknown hashes {floor:.2f} ms"
-            )
+            say(f"{num_blocks} blocks: Acquire p50 {p50:.2f} ms, p99 {p99:.2f} ms; Match {floor:.2f} ms")
             rows += length_rows(num_blocks, float(p50), float(p99), float(floor))
             extras.append(float(p50 - floor))
     if len(lengths) > 1:
