@@ -20,6 +20,7 @@ from kvstore.core.keyspace import Keyspace
 from kvstore.core.record import NO_PARENT, Record
 from kvstore.core.types import BlockHash, Tier
 from kvstore.errors import InvalidField, KVStoreError, TransferError, Unavailable
+from kvstore.tiers.files import OpenFile
 from kvstore.tiers.tables import Table, TableTransfer, usable
 from kvstore.tiers.transfer import Copy, File, Memory, Priority, TransferEngine
 from kvstore_client.descriptors import Descriptors
@@ -180,9 +181,13 @@ class _Reading:
         """Read from NVMe. Returns those that failed and may be tried again."""
         copies: dict[int, Copy] = {}
         failed: dict[int, KVStoreError] = {}
+        opened: dict[int, OpenFile] = {}
         for i in indices:
+            index, offset = divmod(self.nvme[i], self.descriptors.segment_bytes)
             try:
-                copies[i] = self.copy(i, File(*self.descriptors.segment(self.nvme[i])))
+                if index not in opened:
+                    opened[index], _ = self.descriptors.segment(self.nvme[i])
+                copies[i] = self.copy(i, File(opened[index], offset))
             except KVStoreError as error:
                 failed[i] = error
         for i, problem in zip(copies, self.ended(self.start(list(copies.values()))), strict=True):
