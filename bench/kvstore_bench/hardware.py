@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kvstore_bench.traces.errors import TraceError
 
@@ -77,7 +78,7 @@ def load_hardware(name: str) -> Hardware:
     return replace(base, **_checked(name, given))
 
 
-def _checked(name: str, given: dict[str, object]) -> dict[str, object]:
+def _checked(name: str, given: dict[str, Any]) -> dict[str, Any]:
     known = asdict(PRESETS["h100-8"])
     for field, value in given.items():
         if field not in known:

@@ -49,7 +49,7 @@ def remove(words: U64, starts: I64, member: int) -> None:
 
 @jit_inline
 def contains(words: U64, member: int) -> bool:
-    return (words[member >> 6] >> np.uint64(member & 63)) & np.uint64(1) != 0
+    return bool((words[member >> 6] >> np.uint64(member & 63)) & np.uint64(1) != 0)
 
 
 @jit_inline

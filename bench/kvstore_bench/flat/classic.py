@@ -80,6 +80,30 @@ def queue_hits(ids: I32, num_blocks: int, capacity: int, move: bool) -> U8:
 
 
 @jit
+def fifo_runs(ids: I32, offsets: I64, num_blocks: int, capacity: int) -> I64:
+    """[num_requests] leading blocks found under FIFO when a request is matched as a whole before its misses come in."""
+    inside = np.zeros(num_blocks, np.bool_)
+    queue = np.empty(len(ids), np.int32)
+    first, last = 0, 0
+    runs = np.zeros(len(offsets) - 1, np.int64)
+    for r in range(len(offsets) - 1):
+        position = offsets[r]
+        while position < offsets[r + 1] and inside[ids[position]]:
+            position += 1
+        runs[r] = position - offsets[r]
+        for i in range(offsets[r], offsets[r + 1]):
+            if inside[ids[i]]:
+                continue
+            if last - first >= capacity:
+                inside[queue[first]] = False
+                first += 1
+            inside[ids[i]] = True
+            queue[last] = ids[i]
+            last += 1
+    return runs
+
+
+@jit
 def frequency_hits(ids: I32, num_blocks: int, capacity: int, age: bool) -> U8:
     """LFU, or GDSF when `age`: the priority of the last victim is added to every new priority."""
     hits = np.zeros(len(ids), np.uint8)

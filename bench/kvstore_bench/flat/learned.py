@@ -104,7 +104,7 @@ def pooled_at(pool: F64, k: int) -> float:
         guess = (pool[0, k - 2] + POOLED_WEIGHT * guess) / (pool[1, k - 2] + POOLED_WEIGHT)
     if k > 0:
         guess = (pool[0, k - 1] + POOLED_WEIGHT * guess) / (pool[1, k - 1] + POOLED_WEIGHT)
-    return (pool[0, k] + POOLED_WEIGHT * guess) / (pool[1, k] + POOLED_WEIGHT)
+    return float((pool[0, k] + POOLED_WEIGHT * guess) / (pool[1, k] + POOLED_WEIGHT))
 
 
 @jit_inline
@@ -176,7 +176,7 @@ def add_logs(one: int, other: int) -> int:
 
 
 @jit
-def _simulate(
+def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its state around
     ids: npt.NDArray[np.int32],
     offsets: I64,
     full: I64,
@@ -363,13 +363,13 @@ def _simulate(
             heappush(timers, (now + EDGES[1], seq, np.int64(s), now))
         # ---- evict the worst leaves until the tier fits
         while size > capacity:
-            best, best_worth, best_used = -1, np.int64(1) << 60, np.int32(0)
+            best, best_worth, best_used = -1, 1 << 60, np.int32(0)
             for j in range(num_leaves):
                 b = leaves[j]
                 q = used[b]
-                value = np.int64(NO_INDEX)
+                value = NO_INDEX
                 if not left[q]:
-                    value = index[session[q], bins[session[q]]]
+                    value = int(index[session[q], bins[session[q]]])
                 if users[b] >= 2:
                     value = add_logs(value, curves[user_class(users[b]), bin_of(now - arrival[b])])
                 if value < best_worth or (value == best_worth and q < best_used):

@@ -37,7 +37,7 @@ class _Threads:
     def find(self, messages: list[str]) -> str:
         digests, digest = [], 0
         for message in messages:
-            digest = xxhash.xxh3_64_intdigest(message, seed=digest)
+            digest = xxhash.xxh3_64_intdigest(message.encode("utf-8", "replace"), seed=digest)
             digests.append(digest)
         session = next((self._ends[d] for d in reversed(digests) if d in self._ends), f"s{len(self._ends)}")
         self._ends[digests[-1]] = session

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class TraceError(ValueError):
-    """A trace that can't be used. Fields: `path`, `line` (1-based, 0 when it concerns the whole file), `field`, `problem`, `mend`."""
+    """A trace that can't be used. `line` is 1-based, 0 when it concerns the whole file."""
 
     def __init__(self, path: str, problem: str, *, line: int = 0, field: str = "", mend: str = "") -> None:
         self.path, self.line, self.field, self.problem, self.mend = path, line, field, problem, mend

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvstore_bench.traces.errors import TraceError
 from kvstore_bench.traces.fields import Record
-from kvstore_bench.traces.model import STOP_NAMES, I64, RawRequest, Stop
+from kvstore_bench.traces.model import I64, STOP_NAMES, RawRequest, Stop
 from kvstore_bench.traces.options import ReadOptions, Skips
 from kvstore_bench.traces.source import members
 
@@ -38,7 +38,7 @@ class _Ids:
         return start
 
     def head(self, model: str, tool_tokens: int, system_tokens: int, block_tokens: int) -> I64:
-        """The shared leading blocks of one kind of session: tools by (model, tools), then system by (model, tools, system)."""
+        """The shared leading blocks of one kind of session: tools by (model, tools), the rest by system too."""
         num_tools = tool_tokens // block_tokens
         num_head = (tool_tokens + system_tokens) // block_tokens
         tools = self._part((model, tool_tokens, -1), num_tools)

@@ -31,7 +31,7 @@ REQUESTS_MAX = 50_000_000
 
 def detect(path: Path) -> str:
     """Name of the format, by the first record. Raises TraceError when none fits."""
-    name, line, text, whole = _first(path)
+    name, line, text = _first(path)
     record = Record(name, line, parse_json(name, line, text))
     keys = record.value.keys()
     if "kvstore_trace" in keys:
@@ -50,8 +50,8 @@ def detect(path: Path) -> str:
     raise TraceError(name, f"no known trace format has the fields {found}", line=line, mend="say which with --format")
 
 
-def _first(path: Path) -> tuple[str, int, bytes, bool]:
-    """(file, line, text, it is the whole file) of the first record."""
+def _first(path: Path) -> tuple[str, int, bytes]:
+    """(file, line, text) of the first record; line 0 when it is the whole file."""
     if path.is_dir() or is_tar(path):
         for name, content in members(path):
             if name.endswith((".md", ".txt")):
@@ -59,15 +59,15 @@ def _first(path: Path) -> tuple[str, int, bytes, bool]:
             head = content[:1].strip() or content[:64].strip()[:1]
             single = head == b"{" and name.endswith(".json")
             if single:
-                return name, 0, content, True
-            return name, 1, content.split(b"\n", 1)[0], False
+                return name, 0, content
+            return name, 1, content.split(b"\n", 1)[0]
         raise TraceError(str(path), "is empty", mend="name a file, folder or archive with a trace in it")
     with open_packed(path) as stream:
         for number, line in lines(str(path), stream):
             if line.strip() in (b"{", b"["):
                 stream.close()
-                return str(path), 0, ReadOptions().single(path), True
-            return str(path), number, line, False
+                return str(path), 0, ReadOptions().single(path)
+            return str(path), number, line
     raise TraceError(str(path), "is empty", mend="name a file with at least one request")
 
 

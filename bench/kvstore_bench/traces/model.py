@@ -44,7 +44,7 @@ STOP_NAMES = {
 
 @dataclass(slots=True)
 class RawRequest:
-    """One request as a reader found it. `ids` are full blocks plus, where the format has one, the partial last block."""
+    """One request as a reader found it. `ids` are full blocks plus, where a format has it, the partial last."""
 
     time_ns: int
     session: str

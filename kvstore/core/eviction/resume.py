@@ -34,7 +34,8 @@ NUM_BINS = 19
 EDGES_NS: tuple[int, ...] = (0, *(int(1e9 * 2.0**power) for power in range(NUM_BINS - 1)))
 """[NUM_BINS] where bins begin: 0, 1 s, 2 s, 4 s, ... 2^17 s (36 h). The last one has no end and is never left."""
 
-PRIOR_HAZARD = 0.2
+PRIOR_HAZARD = 0.01
+"""Of ages nobody has reached yet: nobody comes back. A higher guess keeps old contexts for want of evidence."""
 POOLED_WEIGHT = 10.0
 """How many waits a bin's neighbour is worth as a guess of the pooled hazard."""
 CONTEXT_WEIGHT = 8.0
@@ -75,7 +76,7 @@ _STARTED = _UPPER[:, :-1] > 0
 
 
 def index_curve(hazard: F64) -> list[int]:
-    """[K] Gittins' index from the start of each bin on, in log steps. `hazard`: [K]; the last bin is never looked into."""
+    """[K] Gittins' index from the start of each bin on, in log steps. `hazard`: [K], its last bin unused."""
     inner = hazard[:-1]
     # reach[k, j]: probability to get to the start of bin j alive, from the start of bin k <= j
     step = np.ones_like(_UPPER)

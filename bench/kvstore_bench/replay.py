@@ -1,0 +1,112 @@
+"""A trace through the service's own machine: the simulator is the service.
+
+One tier, no hands: every request is Signal (the session runs), Acquire (match and lease), Reserve and Seal of what is
+missing, Signal (why it stopped), Release. Hashes are the trace's block numbers. Reserve happens under the request's own
+lease, so what is being used can't be evicted for its own tail; a context that doesn't fit is cut at the end.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core.commands import Acquired, Reserved, ReserveStatus
+from kvstore.core.events import (
+    Acquire,
+    EndSession,
+    OpenSession,
+    RegisterKeyspace,
+    Release,
+    Reserve,
+    Seal,
+    SignalKind,
+)
+from kvstore.core.events import Signal as SignalEvent
+from kvstore.core.eviction import make_policy
+from kvstore.core.machine import Machine
+from kvstore.core.state import Limits, TierConfig
+from kvstore.core.types import SLOT_ALIGN, BlockHash, KeyspaceId, SessionId, Tier
+from kvstore_bench.traces.model import Stop, Trace
+
+KEYSPACE = KeyspaceId(bytes(32))
+TTL_NS = 60 * 10**9
+STOPPED = {Stop.TOOL: SignalKind.TOOL_START, Stop.TURN: SignalKind.TURN_END, Stop.LENGTH: SignalKind.TURN_END}
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What a replay found. `hits`: [num_requests] leading blocks that were resident."""
+
+    hits: npt.NDArray[np.int64]
+    num_references: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Block references a second."""
+        return self.num_references / max(self.seconds, 1e-9)
+
+
+class Replayer:
+    """Drives one machine with one tier of `capacity` blocks."""
+
+    def __init__(self, policy: str, capacity: int, num_blocks: int) -> None:
+        size = capacity * SLOT_ALIGN
+        tier = TierConfig(Tier.DRAM, size, lambda t: make_policy(policy, t), segment_bytes=size)
+        self.machine = Machine([tier], Limits(num_sessions=1 << 24, num_leases=1 << 20))
+        self.hashes = [BlockHash(number.to_bytes(16, "little")) for number in range(num_blocks)]
+        self.machine.step(RegisterKeyspace(KEYSPACE, SLOT_ALIGN), 0)
+        self._open: set[str] = set()
+        self._request = 0
+
+    def use(self, path: list[BlockHash], name: str, stop: Stop, now_ns: int, end: bool) -> int:
+        """One request; returns how many leading blocks were there."""
+        step, session = self.machine.step, SessionId(name)
+        if name not in self._open:
+            self._open.add(name)
+            step(OpenSession(session, KEYSPACE), now_ns)
+        if stop in STOPPED:
+            step(SignalEvent(session, SignalKind.TURN_START), now_ns)
+        answer = step(Acquire(KEYSPACE, path, "replay", TTL_NS, session), now_ns)
+        acquired = next(command for command in answer if isinstance(command, Acquired))
+        if acquired.num_blocks < len(path):
+            self._fill(path, session, acquired.num_blocks, now_ns)
+        if stop in STOPPED:
+            step(SignalEvent(session, STOPPED[stop]), now_ns)
+        if acquired.lease:
+            step(Release((acquired.lease,)), now_ns)
+        if end:
+            self._open.discard(name)
+            step(EndSession(session), now_ns)
+        return acquired.num_blocks
+
+    def _fill(self, path: list[BlockHash], session: SessionId, first: int, now_ns: int) -> None:
+        self._request += 1
+        event = Reserve(self._request, KEYSPACE, path, first, "replay", Tier.DRAM, TTL_NS, 0, session)
+        reserved = next(c for c in self.machine.step(event, now_ns) if isinstance(c, Reserved))
+        granted = tuple(
+            block
+            for block, status in zip(path[first:], reserved.statuses, strict=True)
+            if status == ReserveStatus.GRANTED
+        )
+        if granted:
+            self.machine.step(Seal(reserved.op, granted), now_ns)
+
+
+def replay_machine(trace: Trace, policy: str, capacity: int, *, signal_ends: bool = False) -> Replayed:
+    """Replay a whole trace. Partial last blocks are left out, since only full blocks are sealed."""
+    replayer = Replayer(policy, capacity, trace.num_blocks)
+    table, full = replayer.hashes, trace.full_blocks().tolist()
+    offsets, times, sessions = trace.offsets.tolist(), trace.times_ns.tolist(), trace.session.tolist()
+    stops, ends = trace.stop.tolist(), trace.end.tolist()
+    hits = np.zeros(trace.num_requests, np.int64)
+    begin = time.perf_counter()
+    for r in range(trace.num_requests):
+        path = [table[block] for block in trace.ids[offsets[r] : offsets[r] + full[r]].tolist()]
+        if path:
+            name = trace.session_names[sessions[r]]
+            hits[r] = replayer.use(path, name, Stop(stops[r]), times[r] + 1, signal_ends and ends[r])
+    return Replayed(hits, trace.num_references, time.perf_counter() - begin)
