@@ -125,6 +125,9 @@ def _answer(s: State, w: Waiter) -> None:
     op = s.ops.get(w.op_id)
     if isinstance(op, FillOp) and not op.blocks:
         del s.ops[w.op_id]
+    elif op is None:  # expired or abandoned while it waited: its slots are somebody else's
+        w.statuses = [FULL if status == GRANTED else status for status in w.statuses]
+        w.slots = [NO_SLOT] * len(w.slots)
     s.out.append(Reserved(w.request, w.op_id, tuple(w.statuses), tuple(w.slots)))
 
 
