@@ -11,7 +11,15 @@ from typing import Any
 
 from rich.table import Table
 
-DONE = ("operations", "blocks_written", "blocks_restored", "blocks_verified", "service_kills", "client_kills")
+DONE = (
+    "operations",
+    "refused",
+    "blocks_written",
+    "blocks_restored",
+    "blocks_verified",
+    "service_kills",
+    "client_kills",
+)
 MUST_BE_ZERO = (
     "wrong_bytes_blocks",
     "durable_blocks_lost",
