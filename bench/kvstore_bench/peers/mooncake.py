@@ -37,6 +37,8 @@ INSTALL = "apt-get install libibverbs1 librdmacm1 libnuma1; pip install --no-dep
 LOCAL_BUFFER_BYTES = 64 << 20
 MASTER = ["--metrics_host=127.0.0.1", "--rpc_address=127.0.0.1"]
 OFFLOAD = ["--enable_offload=true", "--default_kv_lease_ttl=2000"]
+BATCH_OBJECTS = 256
+"""In one call; with some thousands its TCP transport fails."""
 LEASE_S = 2.2
 DRIVE_OUT_S = 90.0
 NUM_BATCHES = 8
@@ -62,9 +64,11 @@ class Mooncake:
             _check(store.register_buffer(pool.ctypes.data, blocks.total_bytes), "register_buffer")
 
     def put(self, number: int) -> None:
-        """One batch, and to disk where there is one. Raises PeerFailed."""
-        for result in self._store.batch_put_from(self._names(number), self._from, self._sizes):
-            _check(result, "put")
+        """In batches, and to disk where there is one. Raises PeerFailed."""
+        names = self._names(number)
+        for part in self._batches():
+            for result in self._store.batch_put_from(names[part], self._from[part], self._sizes[part]):
+                _check(result, "put")
         if self._ssd is not None:
             self._to_disk(self._ssd, number)
 
@@ -91,8 +95,11 @@ class Mooncake:
         return any(r.is_memory_replica() for name in names for r in self._store.get_replica_desc(name))
 
     def get(self, verify: bool) -> None:
-        """One batch. Raises PeerFailed."""
-        results = self._store.batch_get_into(self._names(0), self._into, self._sizes)
+        """In batches. Raises PeerFailed."""
+        names = self._names(0)
+        results: list[int] = []
+        for part in self._batches():
+            results += self._store.batch_get_into(names[part], self._into[part], self._sizes[part])
         lost = sum(result != self._blocks.block_bytes for result in results)
         if lost:
             raise PeerFailed(f"{lost} of {self._blocks.num_blocks} objects are gone (error {min(results)})")
@@ -108,6 +115,9 @@ class Mooncake:
         """Remove. Nobody read these, so no lease is in the way."""
         for name in self._names(number):
             self._store.remove(name)
+
+    def _batches(self) -> list[slice]:
+        return [slice(at, at + BATCH_OBJECTS) for at in range(0, self._blocks.num_blocks, BATCH_OBJECTS)]
 
     def _names(self, number: int) -> list[str]:
         return [f"{number}:{i}" for i in range(self._blocks.num_blocks)]
