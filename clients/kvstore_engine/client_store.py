@@ -181,13 +181,15 @@ class ServiceStore:
 
     # ---- sessions
 
-    def signal(self, session: str, kind: SignalKind, tool: str = "", expected_s: float = 0.0) -> None:
+    def signal(
+        self, session: str, kind: SignalKind, tool: str = "", expected_s: float = 0.0, output_tokens: int = 0
+    ) -> None:
         client = self._connected()
         try:
-            client.signal(self._session(client, session), int(kind), tool, expected_s)
+            client.signal(self._session(client, session), int(kind), tool, expected_s, output_tokens)
         except UnknownSession:
             self._open.discard(session)
-            client.signal(self._session(client, session), int(kind), tool, expected_s)
+            client.signal(self._session(client, session), int(kind), tool, expected_s, output_tokens)
 
     def fork(self, parent: str, session: str) -> None:
         client = self._connected()

@@ -53,6 +53,8 @@ class EngineConfig(BaseModel):
     """A restore later than this is given up and the rest recomputed."""
     offload_timeout_s: Seconds = 30.0
     store_workers: Annotated[int, Field(ge=1, le=32)] = 2
+    restore_plan: Literal["measured", "always"] = "measured"
+    """Restore or recompute, or both at once, by measured rates; or restore whatever the store holds."""
     restore_blocks_min: Positive = 1
     """Don't ask the store for less than this many blocks."""
     tenant: str = "default"

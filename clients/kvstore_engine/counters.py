@@ -31,6 +31,10 @@ class Counters:
     """Offloads that the store didn't take in full."""
     num_restores: int = 0
     num_restores_late: int = 0
+    num_restores_split: int = 0
+    """Restores that met with computation in the middle."""
+    num_restores_declined: int = 0
+    """Times that recomputing was the faster plan."""
     num_preemptions: int = 0
     num_refused: int = 0
     ends: Counter[str] = field(default_factory=Counter)

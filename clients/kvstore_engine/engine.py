@@ -145,11 +145,11 @@ class Engine:
 
     def fork_session(self, parent: str, session: str) -> None:
         """Raises UnknownSession, InvalidField."""
-        self.call(lambda scheduler: scheduler.fork_session(parent, session))
+        self.call(lambda scheduler: scheduler.turns.fork(parent, session))
 
     def end_session(self, session: str) -> None:
         """Raises UnknownSession."""
-        self.call(lambda scheduler: scheduler.end_session(session))
+        self.call(lambda scheduler: scheduler.turns.close(session))
 
     # ---- state
 

@@ -122,10 +122,17 @@ class HbmTable:
         """Open a session, or do nothing when it is open."""
         self._step(events.OpenSession(SessionId(session), self._keyspace.id))
 
-    def signal(self, session: str, kind: events.SignalKind, tool: str = "", expected_s: float = 0.0) -> None:
+    def signal(
+        self,
+        session: str,
+        kind: events.SignalKind,
+        tool: str = "",
+        expected_s: float = 0.0,
+        output_tokens: int = 0,
+    ) -> None:
         """What the agent does now. Raises UnknownSession."""
         expected = round(expected_s * 1e9) if expected_s > 0 else -1
-        self._step(events.Signal(SessionId(session), kind, tool, expected))
+        self._step(events.Signal(SessionId(session), kind, tool, expected, output_tokens or -1))
 
     def fork(self, parent: str, session: str) -> None:
         """A session that starts at its parent's context.

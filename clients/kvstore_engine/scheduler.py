@@ -23,20 +23,21 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvstore.core.events import SignalKind
 from kvstore.core.types import Durability
-from kvstore.errors import KVStoreError, LimitExceeded
+from kvstore.errors import LimitExceeded
 from kvstore_engine.config import EngineConfig
 from kvstore_engine.contexts import Contexts
 from kvstore_engine.counters import Counters
 from kvstore_engine.executor import Executor, Work
 from kvstore_engine.hbm import Clock, HbmTable, Hold
 from kvstore_engine.plans import PlanBook, next_span, planned_span
+from kvstore_engine.rates import Rates
 from kvstore_engine.sampling import Sampler
-from kvstore_engine.sequence import EndEvent, FinishReason, Job, Request, Span, State, TokensEvent, TurnEnd, Usage
+from kvstore_engine.sequence import EndEvent, FinishReason, Job, Request, Span, State, TokensEvent, Usage
 from kvstore_engine.store import ContextStore, NullStore, RestoreResult, StoreLease
 from kvstore_engine.text import TextStream
 from kvstore_engine.transfers import Transfers
+from kvstore_engine.turns import Turns
 
 
 class Scheduler:
@@ -67,12 +68,14 @@ class Scheduler:
         self.transfers = Transfers(self.post, self._crash, config.store_workers)
         self._crashed: BaseException | None = None
         self.contexts = Contexts(executor.pool.keyspace)
+        self.turns = Turns(hbm, self.contexts, store if self._has_store else None, self.transfers)
         self.plans = PlanBook(self._size)
         self.counters = Counters()
         self.waiting: deque[Job] = deque()
         self.restoring: list[Job] = []
         self.running: list[Job] = []
         self.saving: list[Job] = []
+        self.rates = Rates(self._size, config.chunk_tokens, config.restore_plan == "always")
         self._num_claims = 0
         """Holds that running transfers read or write."""
         self._computed_something = False
@@ -96,7 +99,7 @@ class Scheduler:
         job = Job(request, chain, list(request.tokens), Sampler(request.sampling), stream, deadline, usage)
         job.num_new, job.served_ns = len(request.tokens) - kept, now
         self.waiting.append(job)
-        self._begin_turn(request.session)
+        self.turns.begin(request.session)
 
     def cancel(self, request_id: str) -> bool:
         """End a request wherever it is; False when it isn't here (any more)."""
@@ -105,18 +108,6 @@ class Scheduler:
                 self._end(job, FinishReason.CANCELLED)
                 return True
         return False
-
-    def fork_session(self, parent: str, session: str) -> None:
-        """Raises UnknownSession, InvalidField."""
-        self.hbm.fork(parent, session)
-        self.contexts.fork(parent, session)
-        self._write(session, lambda: self._store.fork(parent, session))
-
-    def end_session(self, session: str) -> None:
-        """Raises UnknownSession."""
-        self.hbm.end(session)
-        self.contexts.end(session)
-        self._write(session, lambda: self._store.end(session))
 
     # ---- the loop
 
@@ -177,6 +168,9 @@ class Scheduler:
                 self._end(job, FinishReason.TIMEOUT)
         for job in [j for j in self.restoring if now >= j.restore_deadline_ns]:
             self.counters.num_restores_late += 1
+            if job.hold is not None and job.store_lease is not None:
+                num_late = len(job.hold.slots) - max(job.front_end // self._size, job.hold.num_cached)
+                self.rates.late(num_late, self._config.restore_timeout_s)
             self._abandon_restore(job)
             job.hold = self._acquire(job)
             self._run(job)
@@ -235,10 +229,24 @@ class Scheduler:
             return
         first = len(hold.slots)
         last = min(lease.num_blocks, self._restorable(job)) if lease is not None else 0
-        if lease is None or last <= first or not self.hbm.borrow(hold, last - first):
+        plan = self.rates.plan(first, max(first, last), len(job.tokens))
+        self.counters.num_restores_declined += first < last and plan.first == plan.last
+        if lease is None or plan.first == plan.last or not self.hbm.borrow(hold, last - first):
             self._release_lease(lease)
             self._stop_restoring(job)
             return
+        if plan.first > first:
+            self._start_front(job, hold, plan.first * self._size)
+        self._read_tail(job, hold, lease, plan.first, last)
+
+    def _start_front(self, job: Job, hold: Hold, front_end: int) -> None:
+        """Compute `[what is there, front_end)` while the blocks behind it are restored."""
+        self.counters.num_restores_split += 1
+        job.front_end = front_end
+        job.num_computed = hold.num_sealed * self._size
+        job.spans = self.plans.of([job.chain.hash_at(i) for i in range(hold.num_sealed)])
+
+    def _read_tail(self, job: Job, hold: Hold, lease: StoreLease, first: int, last: int) -> None:
         slots = hold.slots[first:]
         self._num_claims += 1
         job.store_lease = lease
@@ -256,11 +264,20 @@ class Scheduler:
         job.store_lease = None
         result = result or RestoreResult(0)
         self.counters.note_restore(result, self._size)
+        self.rates.restored(result)
+        job.usage.restore_ns += self._clock() - job.restore_began_ns
+        job.tail, job.restore_deadline_ns = result, job.deadline_ns
+        self._join(job, hold)
+
+    def _join(self, job: Job, hold: Hold) -> None:
+        """The restored blocks follow those computed meanwhile, once both are there."""
+        result = job.tail
+        if result is None or job.num_computed < job.front_end:
+            return
         for _ in range(result.num_ok):
             self.hbm.adopt(hold, job.chain)
         self.hbm.drop_tail(hold, hold.num_sealed)
-        job.restored = result
-        job.usage.restore_ns += self._clock() - job.restore_began_ns
+        job.restored, job.tail, job.front_end = result, None, 0
         self._stop_restoring(job)
 
     def _release_lease(self, lease: StoreLease | None) -> None:
@@ -276,7 +293,7 @@ class Scheduler:
         self.restoring.remove(job)
         if job.store_lease is None and job.hold is not None:
             self.hbm.release(job.hold)
-        job.hold, job.store_lease = None, None
+        job.hold, job.store_lease, job.tail, job.front_end = None, None, None, 0
 
     def _run(self, job: Job) -> None:
         """Everything that could be had from caches is in the hold: compute the rest."""
@@ -302,26 +319,33 @@ class Scheduler:
 
     def _prefill_one(self) -> None:
         """One chunk of the sequence with least left to do, or of the oldest that lost patience."""
-        able = [job for job in self.running if self._wants_prefill(job)]
+        able = [job for job in (*self.running, *self.restoring) if self._wants_prefill(job)]
         if not able:
             return
         job = next((j for j in able if self._impatient(j)), None) or min(able, key=lambda j: j.num_pending)
         span = self._next_span(job)
-        if self._make_room(job, span[1]):
-            logits = self._executor.prefill(self._work(job, span))
-            self._computed(job, span)
-            if job.num_pending == 0:
-                self._advance(job, job.sampler.choose(logits))
+        if not self._make_room(job, span[1]):
+            return
+        began = self._clock()
+        logits = self._executor.prefill(self._work(job, span))
+        self.rates.compute.sample(*span, (self._clock() - began) / 1e9)
+        self._computed(job, span)
+        if job.state == State.RESTORING and job.hold is not None:
+            self._join(job, job.hold)
+        elif job.num_pending == 0:
+            self._advance(job, job.sampler.choose(logits))
 
     def _wants_prefill(self, job: Job) -> bool:
-        """More than a decode step's one token; or a plan that must be followed to the prompt's end."""
+        """More than a decode step's one token, a plan to be followed to the prompt's end, or the front of a restore."""
+        if job.state == State.RESTORING:
+            return job.num_computed < job.front_end
         return job.num_pending > 1 or bool(job.request.plan and job.num_computed < job.num_prompt)
 
     def _next_span(self, job: Job) -> Span:
         planned = planned_span(job.request.plan, job.num_computed) if job.request.plan else None
         if planned is not None and planned[1] <= len(job.tokens):
             return planned
-        return next_span(job.num_computed, len(job.tokens), self._config.chunk_tokens)
+        return next_span(job.num_computed, job.front_end or len(job.tokens), self._config.chunk_tokens)
 
     def _work(self, job: Job, span: Span) -> Work:
         assert job.hold is not None
@@ -446,7 +470,7 @@ class Scheduler:
         if hold is not None:
             self.hbm.drop_tail(hold, hold.num_sealed)
             self._offload(job, hold, lambda: None)
-        self._end_turn(job, turn_end)
+        self.turns.end(job.request.session, job.chain, turn_end, job.usage.completion_tokens)
         job.request.on_event(EndEvent(reason, job.usage, tuple(job.output), job.stream.text, plan))
 
     def _take_out(self, job: Job) -> None:
@@ -458,28 +482,3 @@ class Scheduler:
             self.saving.remove(job)
         elif job.state == State.WAITING:
             self.waiting.remove(job)
-
-    # ---- sessions
-
-    def _begin_turn(self, session: str) -> None:
-        if session:
-            self.hbm.open(session)
-            kind = self.contexts.begin_turn(session)
-            self.hbm.signal(session, kind)
-            self._write(session, lambda: self._store.signal(session, kind))
-
-    def _end_turn(self, job: Job, end: TurnEnd) -> None:
-        session = job.request.session
-        if not session or session not in self.contexts:
-            return
-        kind = SignalKind.TOOL_START if end.tool else SignalKind.TURN_END
-        self.contexts.end_turn(session, job.chain, end.tool)
-        try:
-            self.hbm.signal(session, kind, end.tool, end.expected_s)
-        except KVStoreError:  # ended by its owner meanwhile
-            return
-        self._write(session, lambda: self._store.signal(session, kind, end.tool, end.expected_s))
-
-    def _write(self, session: str, call: Callable[[], None]) -> None:
-        if self._has_store:
-            self.transfers.write(session, call, lambda _: None)

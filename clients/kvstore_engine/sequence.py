@@ -150,6 +150,10 @@ class Job:
     restore_deadline_ns: int = 0
     restore_began_ns: int = 0
     restored: RestoreResult = field(default_factory=lambda: RestoreResult(0))
+    front_end: int = 0
+    """While RESTORING: compute up to this token meanwhile, since the blocks from there on are on their way."""
+    tail: RestoreResult | None = None
+    """What came of those, when it came before the front was computed."""
     accounted: bool = False
     num_new: int = 0
     """Tokens that its session didn't have before: what it will probably have to compute."""

@@ -66,8 +66,10 @@ class ContextStore(Protocol):
     ) -> int:
         """Copy down what isn't held yet of blocks `[0, last)`; how many leading blocks now hold the promise."""
 
-    def signal(self, session: str, kind: SignalKind, tool: str = "", expected_s: float = 0.0) -> None:
-        """What the agent does now."""
+    def signal(
+        self, session: str, kind: SignalKind, tool: str = "", expected_s: float = 0.0, output_tokens: int = 0
+    ) -> None:
+        """What the agent does now; `output_tokens`: how many the model just wrote."""
 
     def fork(self, parent: str, session: str) -> None:
         """A session that starts at its parent's context."""
@@ -99,7 +101,9 @@ class NullStore:
     ) -> int:
         return 0
 
-    def signal(self, session: str, kind: SignalKind, tool: str = "", expected_s: float = 0.0) -> None:
+    def signal(
+        self, session: str, kind: SignalKind, tool: str = "", expected_s: float = 0.0, output_tokens: int = 0
+    ) -> None:
         pass
 
     def fork(self, parent: str, session: str) -> None:

@@ -54,6 +54,7 @@ def tiny_config(**changes: Any) -> EngineConfig:
         "chunk_tokens": 32,
         "pool_bytes": 64 * 4096,
         "max_batch": 8,
+        "restore_plan": "always",  # a model this small computes as fast as it restores
     }
     return EngineConfig(**{**values, **changes})
 
@@ -120,7 +121,9 @@ class MemoryStore:
         self.num_offloads += 1
         return last
 
-    def signal(self, session: str, kind: SignalKind, tool: str = "", expected_s: float = 0.0) -> None:
+    def signal(
+        self, session: str, kind: SignalKind, tool: str = "", expected_s: float = 0.0, output_tokens: int = 0
+    ) -> None:
         self._check()
         self.signals.append((session, kind.name, tool))
 

@@ -297,12 +297,12 @@ def test_fork_shares_the_parents_blocks() -> None:
     ids = ids_of(64)
     rig.submit("a", ids, session="parent")
     rig.run("a")
-    rig.scheduler.fork_session("parent", "child")
+    rig.scheduler.turns.fork("parent", "child")
     rig.submit("b", [*ids, 3, 4, 5], session="child")
     (second,) = rig.run("b")
     assert second.usage.hbm_tokens == 64
-    rig.scheduler.end_session("child")
-    rig.scheduler.end_session("parent")
+    rig.scheduler.turns.close("child")
+    rig.scheduler.turns.close("parent")
     rig.settle()
 
 
@@ -355,3 +355,80 @@ def test_a_resumed_turn_is_not_kept_waiting_by_cold_ones() -> None:
     rig.run("cold1")
     assert rig.end_of("again") is None
     rig.run("cold2", "again")
+
+
+def rates_that_split(rig: Rig) -> None:
+    """Restoring a block takes as long as computing one: the best plan is half and half."""
+    rig.scheduler.rates._always = False
+    for _ in range(50):
+        rig.scheduler.rates.compute.sample(0, 32, 0.2)
+        rig.scheduler.rates.restore.sample(1, 0, 0.1)
+
+
+def test_computing_and_restoring_meet_in_the_middle() -> None:
+    store = MemoryStore()
+    rig = Rig(store, slots=40)
+    ids = ids_of(400)
+    rig.submit("a", ids, session="s")
+    (first,) = rig.run("a")
+    rig.forget()
+    rates_that_split(rig)
+    store.gate.clear()
+    rig.submit("b", ids, session="s")
+    while not rig.scheduler.restoring or rig.scheduler.restoring[0].num_computed < 96:
+        rig.scheduler.turn(0.01)  # computes while the restore is held at the gate
+    store.gate.set()
+    (second,) = rig.run("b")
+    assert rig.scheduler.counters.num_restores_split == 1
+    assert 0 < second.usage.dram_tokens < 384
+    assert second.usage.dram_tokens + second.usage.computed_tokens == 400
+    assert second.tokens == first.tokens
+    rig.settle()
+
+
+@pytest.mark.parametrize("what", ["late", "cancelled", "cut short"])
+def test_a_split_restore_may_end_in_any_way(what: str) -> None:
+    store = MemoryStore()
+    rig = Rig(store, slots=64)  # room for the claim of a late restore, and for the new one
+    ids = ids_of(400)
+    rig.submit("a", ids)
+    (first,) = rig.run("a")
+    rig.forget()
+    rates_that_split(rig)
+    store.gate.clear()
+    if what == "cut short":
+        store.rotten.add(20)
+    rig.submit("b", ids)
+    while not rig.scheduler.restoring or rig.scheduler.restoring[0].num_computed < 64:
+        rig.scheduler.turn(0.01)
+    if what == "late":
+        rig.ahead_ns += 10 * 10**9
+    if what == "cancelled":
+        assert rig.scheduler.cancel("b")
+    if what != "late":
+        store.gate.set()
+    (second,) = rig.run("b")
+    store.gate.set()
+    rig.settle()
+    assert store.num_live_leases == 0
+    if what != "cancelled":
+        assert second.tokens == first.tokens
+
+
+def test_a_store_slower_than_computing_is_declined_and_tried_again() -> None:
+    store = MemoryStore()
+    rig = Rig(store, slots=40)
+    ids = ids_of(400)
+    rig.submit("a", ids)
+    rig.run("a")
+    rates = rig.scheduler.rates
+    rates._always = False
+    rates.late(10, 50.0)
+    for number in range(60):
+        rig.forget()
+        rig.submit(f"b{number}", ids)
+        rig.run(f"b{number}")
+        if rig.scheduler.counters.num_restores:
+            break
+    assert rig.scheduler.counters.num_restores_declined > 0
+    assert rig.scheduler.counters.num_restores > 0
