@@ -96,6 +96,11 @@ class RestoreRate:
                 new = old * ratio if old and ratio else seconds / count
                 setattr(self, name, DECAY * old + (1 - DECAY) * new if old else new)
 
+    def relax(self, factor: float) -> None:
+        """Believe a little less in what was measured, since nothing new is measured while plans avoid restoring."""
+        self.block_dram *= factor
+        self.block_nvme *= factor
+
     def seconds(self, tiers: Sequence[Tier]) -> float:
         """Time to restore blocks lying in these tiers. A tier never measured counts as the other one."""
         dram = self.block_dram or self.block_nvme
