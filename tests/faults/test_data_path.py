@@ -177,6 +177,40 @@ def test_race_of_a_slow_read_with_its_lease(node: FaultyNode, client: Client, en
     assert not seen.wrong
 
 
+def test_race_of_a_slow_writer_with_its_reservation(
+    node: FaultyNode, client: Client, engine: StubEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer sleeps until its slots belong to others, then writes into them: it is refused at Seal, and what it
+    overwrote is never taken for what was there."""
+    reserved, go_on = threading.Event(), threading.Event()
+    real = client_module.write_blocks
+
+    def late(*args: object) -> object:
+        reserved.set()
+        assert go_on.wait(WAIT_S)
+        return real(*args)  # type: ignore[arg-type]
+
+    with Client(node.address) as other, ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(client_module, "write_blocks", late)
+        slow = pool.submit(engine.offload, engine.chain(1, 64), Durability.DRAM, "", 30.0)
+        assert reserved.wait(WAIT_S)
+        monkeypatch.setattr(client_module, "write_blocks", real)
+        node.runtime.detach(client.client_id)
+        writer = StubEngine(other, engine.keyspace, seed=5)
+        for seed in range(100, 104):
+            assert writer.offload(writer.chain(seed, 64)).num_blocks == 64
+        go_on.set()
+        with pytest.raises(LeaseExpired):
+            slow.result(WAIT_S)
+        seen = [writer.restore(writer.chain(seed, 64)) for seed in range(100, 104)]
+        assert not any(s.wrong for s in seen)
+        assert other.match(engine.chain(1, 64)) == 0
+        for seed in range(100, 104):
+            again = writer.restore(writer.chain(seed, 64))
+            assert again.num_ok == other.match(writer.chain(seed, 64)) and not again.wrong
+    node.check()
+
+
 # ---- Entry visible before complete
 
 
