@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import grpc
 import numpy as np
@@ -273,15 +273,8 @@ class Client(Connection):
         descriptors = self._attached()
         hashes = chain.hashes[: last * 16]
         first = self.match(chain) if last else 0
-        num_copied = 0
-        errors: list[str] = []
-        step = max(1, min(OFFLOAD_BYTES, descriptors.arena.size // 4) // chain.keyspace.slot_bytes)
-        step = min(step, _records_max(chain.keyspace))
-        while first < last and not errors:
-            end = min(last, first + step)
-            copied, errors = self._offload_step(chain, first, end, pool, slots, session_id, descriptors, deadline)
-            num_copied += copied
-            first = end
+        offloading = _Offloading(self, chain, pool, slots, session_id, descriptors, deadline)
+        num_copied, errors = offloading.run(first, last)
         seal = pb.SealRequest(
             boot_epoch=descriptors.boot_epoch,
             keyspace_id=chain.keyspace.id,
@@ -292,44 +285,106 @@ class Client(Connection):
         reply = self._call(self._cache.Seal, seal, max(0.05, deadline - time.monotonic()))
         return Offloaded(int(reply.num_blocks), num_copied, time.monotonic() - started, tuple(errors))
 
-    def _offload_step(
+    def prefetch(self, session_id: str) -> int:
+        """Ask for a session's blocks to be brought from NVMe to DRAM. Returns promotions started."""
+        return int(self._call(self._cache.Prefetch, pb.PrefetchRequest(session_id=session_id)).num_blocks)
+
+
+class _Offloading:
+    """The steps of one offload: while the bytes of one are copied and sealed, slots are reserved for the next.
+
+    Whatever was reserved is given back or published, whichever way this ends.
+    """
+
+    def __init__(
         self,
+        client: Client,
         chain: TokenChain,
-        first: int,
-        last: int,
         pool: Pool,
         slots: Sequence[int],
         session_id: str,
         descriptors: Descriptors,
         deadline: float,
-    ) -> tuple[int, list[str]]:
-        """Reserve, copy and seal blocks [first, last). Returns how many were copied, and what stands in the way of
-        those behind."""
+    ) -> None:
+        self.client = client
+        self.chain = chain
+        self.pool = pool
+        self.slots = slots
+        self.session_id = session_id
+        self.descriptors = descriptors
+        self.deadline = deadline
+        self.num_copied = 0
+        self.errors: list[str] = []
+        self.broken = False
+
+    def run(self, first: int, last: int) -> tuple[int, list[str]]:
+        """Blocks copied of [first, last), and what stands in the way of the others."""
+        space = self.chain.keyspace
+        step = max(1, min(OFFLOAD_BYTES, self.descriptors.arena.size // 4) // space.slot_bytes)
+        step = min(step, _records_max(space), PAGE_BLOCKS)
+        cuts = [(at, min(last, at + step)) for at in range(first, last, step)]
+        if len(cuts) == 1:
+            self.fill(*self.reserve(*cuts[0]))
+        elif cuts:
+            with ThreadPoolExecutor(1, "kvstore-offload") as hand:
+                self._run_overlapped(hand, cuts)
+        return self.num_copied, self.errors
+
+    def _run_overlapped(self, hand: ThreadPoolExecutor, cuts: list[tuple[int, int]]) -> None:
+        under_way: Future[None] | None = None
+        try:
+            for cut in cuts:
+                reserved = self.reserve(*cut)
+                following = hand.submit(self.fill, *reserved)
+                before, under_way = under_way, following
+                if before is not None:
+                    before.result()
+                if self.errors:
+                    break
+        except BaseException:
+            self.broken = True  # what is reserved still goes back
+            raise
+        finally:
+            if under_way is not None:
+                under_way.result()
+
+    def reserve(self, first: int, last: int) -> tuple[pb.ReserveReply, list[tuple[int, int]]]:
+        """Slots for blocks [first, last): the answer, and (position, slot) of each that was granted."""
+        client, left = self.client, max(0.05, self.deadline - time.monotonic())
         request = pb.ReserveRequest(
-            keyspace_id=chain.keyspace.id,
-            hashes=chain.hashes[: last * 16],
+            keyspace_id=self.chain.keyspace.id,
+            hashes=self.chain.hashes[: last * 16],
             first=first,
-            session_id=session_id,
-            client_id=self.client_id,
-            wait_ms=_ms(deadline) // 2,
+            session_id=self.session_id,
+            client_id=client.client_id,
+            wait_ms=_ms(self.deadline) // 2,
         )
-        reply = self._call(self._cache.Reserve, request, max(0.05, deadline - time.monotonic()))
-        if reply.boot_epoch != descriptors.boot_epoch:
+        reply = client._call(client._cache.Reserve, request, left)
+        if reply.boot_epoch != self.descriptors.boot_epoch:
             raise Unavailable("service: restarted meanwhile; retry later")
-        granted = [
-            (first + i, int.from_bytes(reply.slots[8 * i : 8 * i + 8], "little"))
-            for i, status in enumerate(reply.statuses)
-            if status == GRANTED
-        ]
+        places = np.frombuffer(reply.slots, dtype="<u8").tolist()
+        granted = [(first + i, places[i]) for i, status in enumerate(reply.statuses) if status == GRANTED]
         missed = [s for s in reply.statuses if s not in (GRANTED, RESIDENT, IN_FLIGHT)]
-        errors = [f"{len(missed)} blocks: {pb.ReserveReply.Status.Name(missed[0]).lower()}"] if missed else []
+        if missed:
+            self.errors.append(f"{len(missed)} blocks: {pb.ReserveReply.Status.Name(missed[0]).lower()}")
+        return reply, granted
+
+    def fill(self, reply: pb.ReserveReply, granted: list[tuple[int, int]]) -> None:
+        """Copy into the granted slots, and seal."""
         if not granted:
-            return 0, errors
+            return
+        client, chain = self.client, self.chain
         records: list[Record] = []
         failed = [chain.hash_at(index) for index, _ in granted]
         try:
-            mine = [slots[index] for index, _ in granted]
-            records, failed = write_blocks(self._engine, chain, granted, pool, mine, descriptors, deadline)
+            if not self.broken:
+                mine = [self.slots[index] for index, _ in granted]
+                records, failed = write_blocks(
+                    client._engine, chain, granted, self.pool, mine, self.descriptors, self.deadline
+                )
+        except BaseException:
+            self.broken = True
+            raise
         finally:  # whatever happened, the slots go back or are published
             seal = pb.SealRequest(
                 op_id=reply.op_id,
@@ -337,14 +392,11 @@ class Client(Connection):
                 records=[r.encode() for r in records],
                 failed=b"".join(failed),
             )
-            self._call(self._cache.Seal, seal, max(0.5, deadline - time.monotonic()))
+            client._call(client._cache.Seal, seal, max(0.5, self.deadline - time.monotonic()))
+        self.num_copied += len(records)
         if failed:
-            errors.append(f"{len(failed)} blocks: not copied by the deadline")
-        return len(records), errors
-
-    def prefetch(self, session_id: str) -> int:
-        """Ask for a session's blocks to be brought from NVMe to DRAM. Returns promotions started."""
-        return int(self._call(self._cache.Prefetch, pb.PrefetchRequest(session_id=session_id)).num_blocks)
+            self.broken = True  # what comes behind couldn't be reached
+            self.errors.append(f"{len(failed)} blocks: not copied by the deadline")
 
 
 def _ms(deadline: float) -> int:

@@ -6,7 +6,7 @@ sessions -> tips;   leases -> deepest blocks;   operations -> held slots
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -102,6 +102,9 @@ class Pool:
         if found is None:
             found = self.policies[share] = self.config.policy(self.tier)
             self.num_candidates[share] = 0
+            sized = getattr(found, "sized", None)
+            if sized is not None:
+                sized(self.slots.capacity(share.size_class))
         return found
 
     def over_quota(self, share: Share) -> bool:
@@ -209,7 +212,7 @@ class Waiter:
     first: int
     statuses: list[ReserveStatus]
     slots: list[Slot]
-    pending: list[int]
+    pending: deque[int]
     deadline_ns: int
 
 

@@ -7,6 +7,7 @@ a whole.
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import islice
 
 from kvstore.core.activity import set_tip, still_open, touch
@@ -32,9 +33,9 @@ def on_reserve(s: State, e: Reserve, now_ns: int) -> None:
     session = s.sessions.get(e.session) if e.session is not None else None
     op = FillOp(e.owner, space, pool, session, now_ns + min(e.ttl_ns, s.limits.lease_ttl_ns_max))
     op_id = s.new_op(op)
-    w = Waiter(e.request, op_id, e.hashes, e.first, [], [], [], now_ns + e.wait_ns)
+    w = Waiter(e.request, op_id, e.hashes, e.first, [], [], deque(), now_ns + e.wait_ns)
     count = len(e.hashes) - e.first
-    w.statuses, w.slots, w.pending = [FULL] * count, [NO_SLOT] * count, list(range(count))
+    w.statuses, w.slots, w.pending = [FULL] * count, [NO_SLOT] * count, deque(range(count))
     if _advance(s, w, op, now_ns) == Room.LATER and e.wait_ns > 0:
         if len(s.waiters) >= s.limits.num_waiters:
             _answer(s, w)
@@ -79,7 +80,7 @@ def _advance(s: State, w: Waiter, op: FillOp, now_ns: int) -> Room:
             block = _grant(s, w, op, at, parent, now_ns)
             status = GRANTED
         w.statuses[at] = status
-        w.pending.pop(0)
+        w.pending.popleft()
         parent = block
     return Room.FREE
 
