@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvstore.core import commands, events
-from kvstore.core.eviction import make_policy
+from kvstore.core.eviction import POLICIES, make_policy
 from kvstore.core.machine import Machine
 from kvstore.core.state import Limits, TierConfig
 from kvstore.core.types import BlockHash, Durability, KeyspaceId, LeaseId, SessionId, Slot, Tier
@@ -234,8 +234,19 @@ SETUPS = {
 @pytest.mark.parametrize("policy", ["leaf-lru", "session"])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_clients_and_hands(setup: str, policy: str, seed: int) -> None:
+    run_and_settle(setup, policy, seed, 1200)
+
+
+@pytest.mark.parametrize("setup", ["node", "dram only"])
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"leaf-lru", "session"}))
+@pytest.mark.parametrize("seed", range(2))
+def test_every_policy_keeps_the_invariants(setup: str, policy: str, seed: int) -> None:
+    run_and_settle(setup, policy, seed, 700)
+
+
+def run_and_settle(setup: str, policy: str, seed: int, num_steps: int) -> None:
     driver = Driver(seed, [tier(t, n, policy, d) for t, n, d in SETUPS[setup]])
-    for _ in range(1200):
+    for _ in range(num_steps):
         if driver.rng.random() < 0.35:
             driver.hands()
         else:

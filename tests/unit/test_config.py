@@ -114,7 +114,7 @@ def test_every_setting_says_what_it_is() -> None:
         ({"dram_bytes": "5 apples"}, ["dram_bytes: '5 apples'", "8GiB"]),
         ({"dram_bytes": -1}, ["dram_bytes: -1"]),
         ({"segment_bytes": 5000}, ["segment_bytes: 5000", "4096"]),
-        ({"dram_policy": "lru"}, ["dram_policy: 'lru'", "leaf-lru"]),
+        ({"dram_policy": "mru"}, ["dram_policy: 'mru'", "leaf-lru"]),
         ({"direct_io": "yes"}, ["direct_io: 'yes'", "'auto', 'on' or 'off'"]),
         ({"socket": "/" + "x" * 120}, ["socket:", "100 bytes"]),
         ({"write_behind_watermark": 1.5}, ["write_behind_watermark: 1.5"]),

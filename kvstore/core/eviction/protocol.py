@@ -22,7 +22,8 @@ class EvictionPolicy(Protocol):
     """Victim order of one tier. Pure: no clock, no randomness but a seeded generator of its own.
 
     A policy may also have `admits(session, now_ns) -> bool`: is a new block of this session worth more than the victim
-    it would push out of a full tier that has none below? The machine asks before it evicts for a `Reserve`.
+    it would push out of a full tier that has none below? The machine asks before it evicts for a `Reserve`. And
+    `sized(num_blocks)`, called once before everything else: how many of its blocks the tier could hold.
     """
 
     name: str
