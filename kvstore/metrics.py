@@ -32,6 +32,7 @@ class Metrics:
         self._matched = self._counter("matched_blocks", "Blocks found by Acquire", [])
         self._asked = self._counter("requested_blocks", "Blocks asked for by Acquire", [])
         self._bytes = self._counter("moved_bytes", "Bytes moved", ["tier", "direction"])
+        self._evicted: dict[tuple[str, str], Counter] = {}
         self._evictions = self._counter("evictions", "Copies that left a tier", ["tier", "reason"])
         self._failures = self._counter("failures", "Failures by kind", ["kind"])
         self._offloads = self._counter("sealed_blocks", "Blocks sealed by clients", [])
@@ -71,7 +72,11 @@ class Metrics:
 
     def evicted(self, tier: str, reason: str) -> None:
         """A READY copy left a tier."""
-        self._evictions.labels(tier, reason if reason in REASONS else "other").inc()
+        key = tier, reason if reason in REASONS else "other"
+        child = self._evicted.get(key)
+        if child is None:  # looking a child up costs more than counting
+            child = self._evicted[key] = self._evictions.labels(*key)
+        child.inc()
 
     def failed(self, kind: str, count: int = 1) -> None:
         """`kind`: the class name of a KVStoreError, or another fixed word."""
