@@ -17,6 +17,7 @@ from kvstore.core.types import BlockHash, KeyspaceId, SessionId, Slot
 from kvstore.errors import InvalidField, KVStoreError
 from kvstore.tiers.datadir import DataDir
 from kvstore.tiers.index_lmdb import Entry, block_key
+from kvstore.tiers.shrink import shrink
 
 log = logging.getLogger(__name__)
 BATCH = 10_000
@@ -27,6 +28,7 @@ def recover(
     data: DataDir, machine: Machine, step: Step, progress: Callable[[int, int], None] | None
 ) -> dict[KeyspaceId, Keyspace]:
     """Feed what is stored to the machine. Returns the keyspaces known now."""
+    shrink(data.slab, data.index)
     keyspaces = _recover_keyspaces(data, step)
     entries = sorted(data.recover(progress), key=lambda e: e.record.depth)
     for start in range(0, len(entries), BATCH):
