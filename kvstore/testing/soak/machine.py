@@ -25,6 +25,8 @@ SPACE = KeyspaceId(b"s" * 32)
 NUM_AGENTS = 160
 CHECK_EVERY = 2_000
 NUM_WINDOWS = 10
+WINDOW_MIN = 20_000
+"""Operations in a window before its hit rate means something: the tiers fill during the first one."""
 STEADY = 0.8
 """The last windows' hit rate must reach this share of the first ones'."""
 MS = 1_000_000
@@ -227,10 +229,10 @@ def soak_machine(tally: Tally, seed: int, stop: Callable[[], bool], num_operatio
         tally.bad("broken_invariants", 1, f"after {driver.num_ops} operations: {error}")
     tally.add("operations", driver.num_ops - counted)
     tally.fault("machine_level", driver.num_faults)
-    _judge(driver, rates, tally)
+    _judge(driver, rates, window, tally)
 
 
-def _judge(driver: Driver, rates: list[float], tally: Tally) -> None:
+def _judge(driver: Driver, rates: list[float], window: int, tally: Tally) -> None:
     machine = driver.machine
     for pool in machine.pools():
         stuck = pool.num_filling + pool.num_draining + pool.num_borrowed
@@ -238,7 +240,7 @@ def _judge(driver: Driver, rates: list[float], tally: Tally) -> None:
     tally.bad("leaked_leases", machine.num_leases, "of the machine")
     tally.bad("leaked_operations", machine.num_ops, "of the machine")
     steady = rates[1:]  # the first window fills the tiers
-    if len(steady) >= 4:
+    if len(steady) >= 4 and window >= WINDOW_MIN:
         half = len(steady) // 2
         first, last = statistics.mean(steady[:half]), statistics.mean(steady[half:])
         tally.ratios["hit_rate_last_half_over_first_half"] = (last / first if first else 0.0, STEADY)

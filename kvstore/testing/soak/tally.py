@@ -83,7 +83,7 @@ class Tally:
             return {"name": name, "value": value, "unit": unit, "limit": None, "ratio": None, "goal": goal, "ok": ok}
 
         done = [row(n, self.counts[n], "count") for n in DONE]
-        faults = [row(f"fault_{kind}", count, "count") for kind, count in sorted(self.faults.items())]
+        faults = [row(f"fault_{kind}", count, "count") for kind, count in sorted(self.faults.items()) if count]
         zero = [row(n, self.counts[n], "count", 0, self.counts[n] == 0) for n in MUST_BE_ZERO]
         ratios = [row(n, v, "ratio", goal, v >= goal) for n, (v, goal) in self.ratios.items()]
         return [*done, row("faults_injected", self.num_faults, "count"), *faults, *ratios, *zero]
