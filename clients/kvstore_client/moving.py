@@ -189,7 +189,7 @@ class _Reading:
                     opened[index], _ = self.descriptors.segment(self.nvme[i])
                 copies[i] = self.copy(i, File(opened[index], offset))
             except KVStoreError as error:
-                failed[i] = error
+                failed[i] = error.with_traceback(None)  # its frames would keep the arena mapped
         for i, problem in zip(copies, self.ended(self.start(list(copies.values()))), strict=True):
             if problem is not None:
                 failed[i] = problem

@@ -11,6 +11,7 @@ written than NVMe holds, so nothing promised may be evicted, and is of one kind:
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -243,6 +244,7 @@ def soak_kills(tally: Tally, seed: int, stop: Stop, num_kills: int) -> None:
                 Era(kind, folder, tally, seed * 100 + number).run(enough)
         number += 1
     time.sleep(0.5)  # channels of closed clients close their sockets a little later
+    gc.collect()
     tally.bad("leaked_descriptors", max(0, num_descriptors() - descriptors), "of the soak's own process")
     tally.bad("leaked_shared_memory", max(0, num_shared_maps() - maps), "maps of the soak's own process")
     left = {n for n in os.listdir("/dev/shm") if "kvstore" in n} - named
