@@ -23,6 +23,8 @@ from kvstore.core.types import Tier
 
 DECAY = 0.9
 """Weight of what was known before, at each new sample."""
+FEW_BLOCKS = 8
+"""Restores below this size are mostly fixed cost."""
 MARGIN = 0.9
 """A plan that splits the work must beat the simpler ones by this factor."""
 
@@ -70,6 +72,10 @@ class ComputeRate:
         return self.a * n + self.b * p
 
 
+def _blend(old: float, new: float) -> float:
+    return DECAY * old + (1 - DECAY) * new if old else new
+
+
 def _tokens_and_positions(first: int, last: int) -> tuple[float, float]:
     n = max(0, last - first)
     return float(n), n * (first + last) / 2.0
@@ -84,17 +90,23 @@ class RestoreRate:
     block_nvme: float = 0.0
 
     def sample(self, num_dram: int, num_nvme: int, seconds: float) -> None:
-        """A restore of that many blocks took `seconds`; mixed ones are split by what is known of the tiers."""
-        expected = self.seconds([Tier.DRAM] * num_dram + [Tier.NVME] * num_nvme)
+        """A restore of that many blocks took `seconds`.
+
+        A small one tells about the fixed cost only: spread over its few blocks that would look like a slow tier. Mixed
+        ones are split by what is known of the tiers.
+        """
         count = num_dram + num_nvme
         if count == 0 or seconds <= 0:
             return
-        ratio = seconds / expected if expected > 0 else 0.0
+        moving = self.seconds([Tier.DRAM] * num_dram + [Tier.NVME] * num_nvme) - self.fixed
+        if count < FEW_BLOCKS:
+            self.fixed = _blend(self.fixed, max(0.0, seconds - moving))
+            return
+        spent = max(seconds - self.fixed, seconds / 2)
         for name, n in (("block_dram", num_dram), ("block_nvme", num_nvme)):
             old = getattr(self, name)
             if n:
-                new = old * ratio if old and ratio else seconds / count
-                setattr(self, name, DECAY * old + (1 - DECAY) * new if old else new)
+                setattr(self, name, _blend(old, old * spent / moving if old and moving > 0 else spent / count))
 
     def relax(self, factor: float) -> None:
         """Believe a little less in what was measured, since nothing new is measured while plans avoid restoring."""

@@ -362,7 +362,7 @@ def rates_that_split(rig: Rig) -> None:
     rig.scheduler.rates._always = False
     for _ in range(50):
         rig.scheduler.rates.compute.sample(0, 32, 0.2)
-        rig.scheduler.rates.restore.sample(1, 0, 0.1)
+        rig.scheduler.rates.restore.sample(10, 0, 1.0)
 
 
 def test_computing_and_restoring_meet_in_the_middle() -> None:

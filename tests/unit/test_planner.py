@@ -82,3 +82,12 @@ def test_what_is_there_already_is_neither_restored_nor_computed() -> None:
     assert both.recompute_seconds == compute.seconds(40 * BLOCK, 100 * BLOCK)
     slow = plan([Tier.DRAM] * 60, 100 * BLOCK, BLOCK, compute, RestoreRate(60.0, 1.0, 1.0), begin=40)
     assert slow.first == slow.last == 40
+
+
+def test_a_small_restore_says_nothing_about_a_large_one() -> None:
+    compute, restore = machine(1e-3, 0.0), RestoreRate()
+    restore.sample(1, 0, 0.3)  # one block, late for whatever reason
+    chosen = plan([Tier.NVME] * 80, 80 * BLOCK, BLOCK, compute, restore)
+    assert (chosen.first, chosen.last) == (0, 80)
+    restore.sample(80, 0, 0.38)
+    assert 0.0005 < restore.block_dram < 0.003
