@@ -148,7 +148,9 @@ def context_bytes(model: LoadedModel, context_tokens: int) -> int:
 
 def _replay(console: Console, engine: Engine, client: Client, scripts: Sequence[Script], seed: int) -> Outcome:
     sampling = SamplingParams(max_tokens=REPLY_TOKENS, ignore_eos=True)
-    agents = [Agent(i, s, engine, sampling, seed) for i, s in enumerate(scripts)]
+    agents: list[Agent] = []
+    for number, script in enumerate(scripts):
+        agents.append(Agent(number, script, engine, sampling, seed, agents[-1] if agents else None))
     where = Whereabouts(engine, client)
     began = time.monotonic()
     for agent in agents:

@@ -1,8 +1,10 @@
 """The demo's agents: threads that call the model, then wait for their tool.
 
-    thinking --turn over--> in tool --tool returns--> thinking ... --> done
+    arriving --> thinking --turn over--> in tool --tool returns--> thinking ... --> done
 
-Tools take as long as a seeded draw says: most a second or two, some long enough for the context to sink.
+They arrive one after another, each when the one before has had its first answer, as users do who don't all come in the
+same second; so a resumed turn competes with other turns and one new context, on a fast machine and on a slow one. Tools
+take as long as a seeded draw says: most a second or two, some long enough for the context to sink.
 """
 
 from __future__ import annotations
@@ -38,12 +40,14 @@ class Turn:
 class Agent(threading.Thread):
     """One agent. The view reads its public attributes, which only this thread writes."""
 
-    def __init__(self, number: int, script: Script, engine: Engine, sampling: SamplingParams, seed: int) -> None:
+    def __init__(
+        self, number: int, script: Script, engine: Engine, sampling: SamplingParams, seed: int, before: Agent | None
+    ) -> None:
         super().__init__(name=script.name, daemon=True)
         self.number = number
         self.script = script
         self.session = f"demo-{number + 1}"
-        self.state = "starting"
+        self.state = "arriving"
         self.index = 0
         self.turns: list[Turn] = []
         self.error = ""
@@ -51,6 +55,9 @@ class Agent(threading.Thread):
         self._sampling = sampling
         self._rng = random.Random(seed * 1000 + number)
         self._halt = threading.Event()
+        self._before = before
+        self.answered = threading.Event()
+        """Set with the first answer, or when there won't be one."""
 
     @property
     def num_tokens(self) -> int:
@@ -64,6 +71,8 @@ class Agent(threading.Thread):
     def run(self) -> None:
         """All calls of the script."""
         try:
+            if self._before is not None:
+                self._before.answered.wait()
             for index, call in enumerate(self.script.calls):
                 self.index = index
                 self._think(index, call.tokens, call.tool)
@@ -73,6 +82,8 @@ class Agent(threading.Thread):
         except Exception as error:
             self.error = f"{type(error).__name__}: {error}"
             self.state = "failed"
+        finally:
+            self.answered.set()
 
     def _think(self, index: int, tokens: list[int], tool: str) -> None:
         last = index == len(self.script.calls) - 1
@@ -81,6 +92,7 @@ class Agent(threading.Thread):
         self.state = "thinking"
         end = self._engine.generate(tokens, self._sampling, session=self.session, on_end=lambda text: after)
         self.turns.append(Turn(self.number, index, tokens, end))
+        self.answered.set()
         if not last:
             self.state = f"in {tool} {wait_s:.0f} s"
             self._halt.wait(wait_s)

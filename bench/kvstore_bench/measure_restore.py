@@ -45,7 +45,7 @@ def run(
     if not 64 <= tokens <= 8000 or rounds < 1:
         raise InvalidField("tokens, rounds", "out of range", "use 64 to 8000 tokens and at least one round")
     console = Console()
-    config = engine_config(threads=threads)
+    config = engine_config(threads=threads, restore_plan="always")
     model = load_model(config)
     ids = load_text(model.tokenizer, tokens)
     size = -(-(tokens + 1) // config.block_tokens) * model.keyspace.slot_bytes
