@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import os
 import signal
@@ -36,6 +37,9 @@ from kvstore_server.index import KVIndexService
 from kvstore_server.sessions import SessionsService
 
 log = logging.getLogger(__name__)
+GC_THRESHOLDS = 100_000, 50, 100
+"""The machine makes many objects and hardly a cycle: with its defaults the collector takes a fifth of the time of an
+offload of small blocks."""
 STOP_GRACE_S = 2.0
 SWITCH_S = 1e-4
 """Copy threads and LMDB let go of the interpreter for microseconds; with the default of 5 ms each waits that long."""
@@ -56,6 +60,7 @@ def run(config: ServiceConfig, ready: Callable[[str], None] | None = None) -> in
     """
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     sys.setswitchinterval(SWITCH_S)
+    gc.set_threshold(*GC_THRESHOLDS)
     _check_socket(config.socket)
     runtime = Runtime(config, _log_progress)
     if runtime.arena.advice:
