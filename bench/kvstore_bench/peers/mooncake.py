@@ -75,7 +75,7 @@ class Mooncake:
     def _to_disk(self, ssd: Path, number: int) -> None:
         """Wait until all blocks are in files, then put other objects until no block is left in memory."""
         total = self._blocks.total_bytes
-        wait_until(lambda: sum(p.stat().st_size for p in ssd.rglob("*") if p.is_file()) >= total, "its files", 60)
+        wait_until(lambda: sum(p.stat().st_size for p in ssd.rglob("*") if p.is_file()) >= total, "its files", 180)
         time.sleep(LEASE_S)
         end = time.monotonic() + DRIVE_OUT_S
         num_others = 0
