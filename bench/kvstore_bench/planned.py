@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -12,7 +13,7 @@ from kvstore_bench.plan import Mix, Plan, Planner
 from kvstore_bench.report import Page, Series, line_chart, stacked_chart
 from kvstore_bench.rows import Row, row
 
-HEAD = ("DRAM GiB", "NVMe GiB", "saved", "GPU s", "p50 s", "p99 s", "$/month", "$/M tok", "$/session", "wear")
+HEAD = ("DRAM GiB", "NVMe", "saved", "GPU s", "p50 s", "p99 s", "$/month", "$/Mtok", "$/sess.", "wear")
 SLICES = 48
 
 
@@ -28,15 +29,21 @@ def cells(mix: Mix) -> list[str]:
         f"{mix.usd_month:,.0f}",
         f"{mix.usd_per_million_tokens:.4f}",
         f"{mix.usd_per_session:.4f}",
-        f"{mix.nvme_endurance_used:.1f}x",
+        f"{mix.nvme_endurance_used:.3g}x",
     ]
 
 
 def print_plan(out: Console, plan: Plan, planner: Planner, about: str) -> None:
     """Table and reasons."""
-    table = Table(title=f"{planner.simulator.trace.name}: {about}", title_justify="left")
+    table = Table(
+        title=f"{planner.simulator.trace.name}: {about}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
     for head in HEAD:
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", no_wrap=True)
     for mix in plan.mixes:
         table.add_row(*cells(mix), style="bold green" if mix is plan.best else None)
     out.print(table)
