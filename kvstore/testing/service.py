@@ -55,16 +55,28 @@ class ServiceProcess:
         return mine | {f"KVSTORE_{k.upper()}": str(v) for k, v in given.items()}
 
     def start(self) -> None:
-        """Start, and return once it serves. Raises RuntimeError with its log when it ends instead."""
+        """Start, and return once it serves. Raises RuntimeError with its log when it ends instead.
+
+        A metrics port that somebody else took since it was chosen is chosen again.
+        """
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        while not self._try_start():
+            self.metrics_port = free_port()
+
+    def _try_start(self) -> bool:
+        before = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as log:
             command = [sys.executable, "-m", "kvstore", "serve"]
             self.process = subprocess.Popen(command, env=self.environment(), stdout=log, stderr=log)
         end = time.monotonic() + WAIT_S
         while not self._answers():
             if self.process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"the service did not start:\n{self.log.read_text()[-3000:]}")
+                said = self.log.read_text()[before:]
+                if f":{self.metrics_port} is taken" in said:
+                    return False
+                raise RuntimeError(f"the service did not start:\n{said[-3000:]}")
             time.sleep(POLL_S)
+        return True
 
     def _answers(self) -> bool:
         from grpc import RpcError, insecure_channel

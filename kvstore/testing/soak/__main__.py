@@ -81,7 +81,15 @@ def watched(name: str, tally: Tally, work: Callable[[], None], console: Console)
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 when everything that must be zero is."""
     given = parse(arguments)
-    logging.basicConfig(level="WARNING" if given.verbose else "CRITICAL")
+    # A log that keeps its records keeps the errors in them, and with those what their frames hold: arenas, descriptors.
+    logging.disable(logging.NOTSET if given.verbose else logging.CRITICAL)
+    try:
+        return _soak(given)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _soak(given: argparse.Namespace) -> int:
     console = Console()
     tally = Tally()
     parts = given.only or list(PARTS)
