@@ -59,8 +59,8 @@ def explain(address: str | None, session: str) -> None:
     """Print where a session's context stops being resident, and why. Raises KVStoreError."""
     with _channel(address) as channel:
         reply = KVIndexStub(channel).Explain(pb.ExplainRequest(session_id=session), timeout=TIMEOUT_S)
-    print(f"{reply.num_blocks} of {reply.num_requested} blocks resident")
-    for line in (reply.reason, reply.session):
+    found = f"{reply.num_blocks} of {reply.num_requested} blocks resident" if reply.num_requested else ""
+    for line in (found, reply.session, reply.reason):
         if line:
             print(line)
 

@@ -30,7 +30,7 @@ class Model:
     """How the KV size came about, for the report."""
 
     def prefill_flops(self, start: float, tokens: float) -> float:
-        """FLOPs to prefill `tokens` tokens after `start` cached ones: weights, and attention that grows with position."""
+        """FLOPs to prefill `tokens` tokens after `start` cached ones: weights, and attention by position."""
         pairs = tokens * start + tokens * tokens / 2.0
         return 2.0 * self.active_params * tokens + 4.0 * self.num_layers * self.hidden * pairs
 

@@ -188,7 +188,7 @@ def _closest(mixes: list[Mix], target_p99: float) -> str:
     near = min(mixes, key=lambda m: m.ttft_p99)
     worn = f" but writes {near.nvme_endurance_used:.1f}x what its drives endure" if near.nvme_endurance_used > 1 else ""
     return (
-        f"No mix meets a p99 of {target_p99:.2f} s. The closest, {near.dram_gib:,.0f} GiB DRAM and {near.nvme_gib:,.0f} "
+        f"No mix meets a p99 of {target_p99:.2f} s. Closest, {near.dram_gib:,.0f} GiB DRAM and {near.nvme_gib:,.0f} "
         f"GiB NVMe, reaches {near.ttft_p99:.2f} s{worn}; the rest is prefill of tokens no cache has seen, "
         "which only faster GPUs shorten."
     )

@@ -139,21 +139,24 @@ class Machine:
         s = self._s
         return bool(s.waiters or s.persists or s.ghosts or len(s.leases) or s.ops or s.foresight.waiting)
 
-    def why_missing(self, keyspace: KeyspaceId, block_hash: BlockHash) -> str:
+    def why_missing(self, keyspace: KeyspaceId, block_hash: BlockHash, now_ns: int) -> str:
         """One line: why a block isn't resident."""
         space = self._s.space(keyspace)
         block = space.blocks.get(block_hash)
         if block is not None:
-            if block.visible:
-                return "resident"
-            return "being filled, or an ancestor was lost"
+            return "resident" if block.visible else "being filled, or an ancestor was lost"
         stone = self._s.tombstones.get((space.index, block_hash))
         if stone is None:
             return "never stored here, or evicted too long ago to tell"
-        owner = f", last used by session {stone.session!r}" if stone.session else ""
-        return (
-            f"{stone.reason} from {stone.tier.label} at {stone.at_ns} by {stone.policy}, score {stone.score:.3g}{owner}"
-        )
+        return stone.tell(now_ns)
+
+    def what_went(self, session_id: SessionId, now_ns: int) -> str:
+        """One line: which blocks that a session was the last to use are gone, and why the last of them; empty when
+        none."""
+        gone = [stone for stone in self._s.tombstones.values() if stone.session == session_id]
+        if not gone:
+            return ""
+        return f"{len(gone)} copies of blocks it was the last to use are gone; the last: {gone[-1].tell(now_ns)}"
 
     def count_sessions(self) -> dict[Activity, int]:
         """Open sessions by activity."""

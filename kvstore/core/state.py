@@ -152,6 +152,12 @@ class Tombstone:
     policy: str
     session: SessionId | None
 
+    def tell(self, now_ns: int) -> str:
+        """One line for a person."""
+        owner = f", last used by session {self.session!r}" if self.session else ""
+        age = (now_ns - self.at_ns) / 1e9
+        return f"{self.reason} from {self.tier.label} {age:.1f} s ago by {self.policy}, score {self.score:.3g}{owner}"
+
 
 @dataclass(slots=True)
 class FillOp:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -125,12 +126,18 @@ def _explain(machine: Machine, space: KeyspaceId | None, hashes: HashList, sessi
     reply = pb.ExplainReply(num_requested=len(hashes))
     if space is not None:
         count = reply.num_blocks = machine.match(space, hashes)
-        reply.reason = "everything is resident" if count == len(hashes) else machine.why_missing(space, hashes[count])
+        reply.reason = (
+            "everything is resident"
+            if count == len(hashes)
+            else machine.why_missing(space, hashes[count], time.monotonic_ns())
+        )
     if session:
         record = machine.session(session)
         path = machine.session_path(session)
         waiting = f" for {record.tool!r}" if record.tool else ""
         reply.session = f"{record.activity.name.lower()}{waiting}, {len(path)} blocks resident"
+        if not len(hashes):
+            reply.reason = machine.what_went(session, time.monotonic_ns())
         drift = next((i for i, b in enumerate(path) if i >= len(hashes) or hashes[i] != b.hash), None)
         if len(hashes) and drift is not None and drift < len(hashes):
             reply.reason = f"the request differs from the session's context in block {drift}: {reply.reason}"

@@ -312,6 +312,8 @@ def test_why_missing_tells_who_pushed_it_out() -> None:
     machine = make(dram=4)
     store(machine, path("x", 3), 1, A)
     store(machine, path("y", 3), 2, B)
-    assert "evicted from dram" in machine.why_missing(KS, path("x", 3)[2])
-    assert "session 'a'" in machine.why_missing(KS, path("x", 3)[2])
-    assert "never stored" in machine.why_missing(KS, path("q", 1)[0])
+    assert "evicted from dram" in machine.why_missing(KS, path("x", 3)[2], 5)
+    assert "session 'a'" in machine.why_missing(KS, path("x", 3)[2], 5)
+    assert "never stored" in machine.why_missing(KS, path("q", 1)[0], 5)
+    assert "2 copies" in machine.what_went(A, 5)
+    assert machine.what_went(B, 5) == ""
