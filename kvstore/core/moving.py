@@ -37,9 +37,9 @@ def make_room(s: State, pool: Pool, share: Share, now_ns: int) -> Room:
 
     A tenant at its quota makes room among its own blocks only.
     """
+    if _has_room(pool, share):
+        return Room.FREE
     for _ in range(VICTIMS_MAX):
-        if _has_room(pool, share):
-            return Room.FREE
         victim = _victim(pool, share, now_ns)
         if victim is None:
             break
@@ -49,21 +49,21 @@ def make_room(s: State, pool: Pool, share: Share, now_ns: int) -> Room:
                 return Room.LATER
         else:
             drop(s, victim, pool, now_ns, "evicted")
-    if _has_room(pool, share):
-        return Room.FREE
+        if _has_room(pool, share):
+            return Room.FREE
     if pool.num_draining or pool.num_cleaning or clean(s, pool, now_ns, force=True):
         return Room.LATER
     return Room.FREE if _drop_dirty(s, pool, share, now_ns) and _has_room(pool, share) else Room.NONE
 
 
 def _has_room(pool: Pool, share: Share) -> bool:
-    return bool(pool.slots.num_free(share.size_class)) and not pool.over_quota(share)
+    return bool(pool.slots.num_free(share.size_class)) and not (pool.quotas and pool.over_quota(share))
 
 
 def _victim(pool: Pool, share: Share, now_ns: int) -> Block | None:
     """The worst candidate of the share itself, else (below quota) of the share with the most candidates."""
     if pool.num_candidates.get(share):
-        return pool.policy(share).victim(now_ns)
+        return pool.policies[share].victim(now_ns)
     if pool.over_quota(share) or not pool.num_candidates:
         return None
     other = max(pool.num_candidates, key=pool.num_candidates.__getitem__)

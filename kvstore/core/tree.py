@@ -130,7 +130,8 @@ def place(s: State, block: Block, pool: Pool, slot: Slot, op: int, now_ns: int) 
     residency = Residency(slot, FILLING, op)
     block.residencies[pool.tier] = residency
     pool.num_filling += 1
-    pool.count_share(block.share, 1)
+    if block.share.tenant:
+        pool.count_share(block.share, 1)
     if block.kids:
         residency.num_kids = sum(k.residencies[pool.tier] is not None for k in block.kids)
     parent = block.parent
@@ -138,7 +139,10 @@ def place(s: State, block: Block, pool: Pool, slot: Slot, op: int, now_ns: int) 
         above = parent.residencies[pool.tier]
         if above is not None:
             above.num_kids += 1
-        refresh(s, parent, now_ns)
+        for copy in parent.residencies:
+            if copy is not None and copy.candidate:  # a child can only end that, never begin it
+                refresh(s, parent, now_ns)
+                break
     return residency
 
 
@@ -150,11 +154,17 @@ def make_ready(s: State, block: Block, pool: Pool, now_ns: int) -> None:
     residency.op = 0
     pool.num_filling -= 1
     pool.num_ready += 1
-    s.ghosts.pop(block, None)
-    if block.parent is not None:
-        note_ghost(s, block.parent, now_ns)
-    update_visibility(s, block)
-    refresh(s, block, now_ns)
+    if s.ghosts:
+        s.ghosts.pop(block, None)
+    parent = block.parent
+    if parent is not None and not parent.visible:
+        note_ghost(s, parent, now_ns)
+    block.visible = parent is None or parent.visible
+    for kid in block.kids:
+        if kid.visible != (block.visible and readable(kid)):
+            update_visibility(s, kid)
+    if not residency.num_kids or pool.lower is not None or pool.upper is not None:  # else nothing else has changed
+        refresh(s, block, now_ns)
     if s.notices:
         s.out.append(Stored(s.space_list[block.space].id, block, pool.tier))
 
@@ -166,7 +176,7 @@ def drop(s: State, block: Block, pool: Pool, now_ns: int, reason: str, keep_slot
     """
     residency = block.residencies[pool.tier]
     assert residency is not None
-    was_ready = residency.state == READY
+    was_ready = residency.state is READY
     s.num_prefetch_wasted += residency.prefetched
     _uncount(s, pool, block, residency, now_ns)
     block.residencies[pool.tier] = None
@@ -180,28 +190,38 @@ def drop(s: State, block: Block, pool: Pool, now_ns: int, reason: str, keep_slot
         if above is not None:
             above.num_kids -= 1
         inherit(parent, block)
-    if any(r is not None for r in block.residencies):
+    if has_copies(block):
         note_ghost(s, block, now_ns)
         update_visibility(s, block)
         refresh(s, block, now_ns)
+        if parent is not None:
+            refresh(s, parent, now_ns)
     else:
         _forget(s, block, now_ns)
-    if parent is not None:
-        refresh(s, parent, now_ns)
     return residency.slot
+
+
+def has_copies(block: Block) -> bool:
+    """Does any tier hold a copy, readable or not?"""
+    for residency in block.residencies:  # noqa: SIM110 - a plain loop, as in `readable`
+        if residency is not None:
+            return True
+    return False
 
 
 def _uncount(s: State, pool: Pool, block: Block, residency: Residency, now_ns: int) -> None:
     if residency.candidate:
         residency.candidate = False
-        pool.num_candidates[block.share] -= 1
-        pool.policy(block.share).evicted(block, now_ns)
-    if block in pool.dirty:
+        share = block.share
+        pool.num_candidates[share] -= 1
+        pool.policies[share].evicted(block, now_ns)
+    if pool.dirty and block in pool.dirty:
         _undirty(pool, block)
-    pool.count_share(block.share, -1)
-    if residency.state == READY:
+    if block.share.tenant:
+        pool.count_share(block.share, -1)
+    if residency.state is READY:
         pool.num_ready -= 1
-    elif residency.state == FILLING:
+    elif residency.state is FILLING:
         pool.num_filling -= 1
 
 
@@ -250,23 +270,29 @@ def _note_removal(s: State, block: Block, pool: Pool, now_ns: int, reason: str) 
 
 
 def _forget(s: State, block: Block, now_ns: int) -> None:
-    """A block without copies: unlink it, or keep it as a ghost while it has children or a lease."""
+    """A block without copies: unlink it, or keep it as a ghost while it has children or a lease. The parent's status
+    is up to date afterwards."""
     if block.visible:
-        update_visibility(s, block)
+        block.visible = False
+        for kid in block.kids:
+            update_visibility(s, kid)
     while True:
         parent = block.parent
         if block.kids:
             s.ghosts.setdefault(block, now_ns)
+            if parent is not None:
+                refresh(s, parent, now_ns)
             return
-        s.ghosts.pop(block, None)
+        if s.ghosts:
+            s.ghosts.pop(block, None)
         s.space_list[block.space].blocks.pop(block.hash, None)
         if parent is None:
             return
-        unlink(parent, block)
+        parent.kids.remove(block)
         parent.num_tips += block.num_tips
         parent.leases += block.leases
-        refresh(s, parent, now_ns)
-        if any(r is not None for r in parent.residencies):
+        if has_copies(parent):
+            refresh(s, parent, now_ns)
             return
         block = parent
 
@@ -288,11 +314,6 @@ def link(space: Space, block_hash: BlockHash, parent: Block | None) -> Block:
                 if len(kids) > MANY_KIDS:
                     parent.kids = set(kids)
     return block
-
-
-def unlink(parent: Block, block: Block) -> None:
-    """Take a dead block from its parent's children."""
-    parent.kids.remove(block)
 
 
 def live(block: Block | None) -> Block | None:

@@ -57,16 +57,18 @@ def _advance(s: State, w: Waiter, op: FillOp, now_ns: int) -> Room:
     """Decide as many pending positions as can be decided now, in path order. LATER when one waits for I/O."""
     blocks = op.space.blocks
     parent = blocks.get(w.hashes[w.first + w.pending[0] - 1]) if w.pending and w.first + w.pending[0] else None
+    mine = False  # the parent was granted just now: it can't go
     while w.pending:
         at = w.pending[0]
-        if w.first + at and not _has_copy(parent):
+        if w.first + at and not mine and not _has_copy(parent):
             for rest in w.pending:
                 w.statuses[rest] = NO_PARENT
             w.pending.clear()
             return Room.FREE
         block_hash = w.hashes[w.first + at]
         block = blocks.get(block_hash)
-        status = _standing(block)
+        status = _standing(block) if block is not None else None
+        mine = mine and status is None
         if status is None:
             if not _admits(op, now_ns):
                 w.pending.clear()  # the rest stays FULL
@@ -74,11 +76,10 @@ def _advance(s: State, w: Waiter, op: FillOp, now_ns: int) -> Room:
             room = make_room(s, op.pool, op.space.share, now_ns)
             if room != Room.FREE:
                 return room
-            block = blocks.get(block_hash)  # making room may have dropped a ghost of it
-            if w.first + at and not _has_copy(parent):
-                continue
+            if w.first + at and not mine and not _has_copy(parent):
+                continue  # making room took it
             block = _grant(s, w, op, at, parent, now_ns)
-            status = GRANTED
+            status, mine = GRANTED, True
         w.statuses[at] = status
         w.pending.popleft()
         parent = block
@@ -99,10 +100,8 @@ def _has_copy(block: Block | None) -> bool:
     return block is not None and any(r is not None and r.state in (READY, FILLING) for r in block.residencies)
 
 
-def _standing(block: Block | None) -> ReserveStatus | None:
+def _standing(block: Block) -> ReserveStatus | None:
     """RESIDENT or IN_FLIGHT for a block that needs no slot; None for one that does."""
-    if block is None:
-        return None
     states = [r.state for r in block.residencies if r is not None]
     if READY in states:
         return RESIDENT
