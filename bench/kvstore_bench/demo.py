@@ -49,8 +49,8 @@ class Sizes:
     """Tiers by the number of contexts of the largest size that fit into each."""
 
     context_bytes: int
-    hbm: float = 3.0
-    dram: float = 3.0
+    hbm: float = 2.5
+    dram: float = 2.0
     nvme: float = 24.0
 
     def of(self, contexts: float) -> int:

@@ -3,14 +3,17 @@
     arriving --> thinking --turn over--> in tool --tool returns--> thinking ... --> done
 
 They arrive one after another, each when the one before has had its first answer, as users do who don't all come in the
-same second; so a resumed turn competes with other turns and one new context, on a fast machine and on a slow one. Tools
-take as long as a seeded draw says: most a second or two, some long enough for the context to sink.
+same second; so a resumed turn competes with other turns and one new context, on a fast machine and on a slow one.
+
+Tools take as long as a seeded draw says, in units of what the agent's first answer took: some less than one, most
+several, long enough for the context to sink.
 """
 
 from __future__ import annotations
 
 import random
 import threading
+import time
 from dataclasses import dataclass
 
 from kvstore_bench.demo_script import Script
@@ -18,8 +21,10 @@ from kvstore_engine.engine import Engine
 from kvstore_engine.sampling import SamplingParams
 from kvstore_engine.sequence import EndEvent, TurnEnd
 
-SHORT_S, LONG_S = (1.0, 4.0), (10.0, 18.0)
-LONG_SHARE = 0.4
+SHORT, LONG = (0.3, 1.0), (3.0, 6.0)
+"""Units that a tool takes."""
+LONG_SHARE = 0.6
+UNIT_S_MIN = 1.0
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class Agent(threading.Thread):
         self._rng = random.Random(seed * 1000 + number)
         self._halt = threading.Event()
         self._before = before
+        self._unit_s = UNIT_S_MIN
         self.answered = threading.Event()
         """Set with the first answer, or when there won't be one."""
 
@@ -87,12 +93,16 @@ class Agent(threading.Thread):
 
     def _think(self, index: int, tokens: list[int], tool: str) -> None:
         last = index == len(self.script.calls) - 1
-        wait_s = self._rng.uniform(*(LONG_S if self._rng.random() < LONG_SHARE else SHORT_S))
-        after = TurnEnd() if last else TurnEnd(tool=tool, expected_s=wait_s)
+        units = self._rng.uniform(*(LONG if self._rng.random() < LONG_SHARE else SHORT))
+        after = TurnEnd() if last else TurnEnd(tool=tool, expected_s=units * self._unit_s)
+        began = time.monotonic()
         self.state = "thinking"
         end = self._engine.generate(tokens, self._sampling, session=self.session, on_end=lambda text: after)
         self.turns.append(Turn(self.number, index, tokens, end))
         self.answered.set()
+        if index == 0:
+            self._unit_s = max(UNIT_S_MIN, time.monotonic() - began)
         if not last:
+            wait_s = units * self._unit_s
             self.state = f"in {tool} {wait_s:.0f} s"
             self._halt.wait(wait_s)
