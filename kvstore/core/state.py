@@ -60,6 +60,8 @@ class Limits:
     num_owner_leases: int = 20_000
     num_waiters: int = 1024
     num_move_items: int = 32
+    move_bytes: int = 32 << 20
+    """A move has at most `num_move_items` blocks, or as many small ones as make this many bytes."""
     num_moves_in_flight: int = 4
     lease_ttl_ns_max: int = 600 * 10**9
     orphan_ttl_ns: int = 60 * 10**9
@@ -70,6 +72,10 @@ class Limits:
     num_tombstones: int = 0
     """Evictions remembered for Explain."""
     session_idle_ns: int = 24 * 3600 * 10**9
+
+    def items_of(self, size_class: int) -> int:
+        """Most blocks of one move."""
+        return max(self.num_move_items, self.move_bytes // size_class)
 
 
 class Pool:

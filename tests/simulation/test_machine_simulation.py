@@ -34,6 +34,7 @@ class Driver:
     def __init__(self, seed: int, tiers: list[TierConfig], tombstones: int = 100, quotas: Quotas | None = None) -> None:
         self.rng = random.Random(seed)
         limits = Limits(
+            move_bytes=0,
             quotas=quotas or {},
             num_tombstones=tombstones,
             num_sessions=12,
