@@ -158,7 +158,7 @@ def _to_clean(s: State, pool: Pool, target: Pool, only: Iterable[Block] | None) 
     """Dirty blocks in an order that keeps the lower tier prefix-closed; at most one move's worth."""
     chosen: dict[Block, None] = {}
     for scanned, block in enumerate(only if only is not None else pool.dirty):
-        if len(chosen) >= s.limits.num_move_items or scanned >= DIRTY_SCAN_MAX:
+        if len(chosen) >= s.limits.items_of(block.share.size_class) or scanned >= DIRTY_SCAN_MAX:
             break
         for ancestor in _missing_below(block, pool, target, chosen):
             chosen[ancestor] = None
