@@ -19,7 +19,11 @@ RING_MAX = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One change. `kind`: "stored", "removed" or "session"."""
+    """One change. `kind`: "stored", "removed" or "session".
+
+    `hash` of a session's acquire is two hashes: of the last block that was asked for, and of the last that was found
+    (if one was); parents in "stored" tell the rest of both paths.
+    """
 
     sequence: int
     time_ns: int
@@ -54,9 +58,9 @@ class Journal:
         """A copy went away."""
         self._add("removed", c.keyspace, c.block.hash, NO_PARENT, c.tier, "", c.reason)
 
-    def session(self, session: SessionId, detail: str, keyspace: KeyspaceId) -> None:
+    def session(self, session: SessionId, detail: str, keyspace: KeyspaceId, hashes: bytes = b"") -> None:
         """Something happened to a session."""
-        self._add("session", keyspace, BlockHash(b""), NO_PARENT, Tier.DRAM, session, detail)
+        self._add("session", keyspace, BlockHash(hashes), NO_PARENT, Tier.DRAM, session, detail)
 
     def _add(
         self,

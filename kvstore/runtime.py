@@ -199,7 +199,9 @@ class Runtime:
         answer = _only(self._step(event), commands.Acquired)
         self.metrics.acquired(len(event.hashes), answer.num_blocks)
         if event.session is not None:
-            self.journal.session(event.session, f"acquire {len(event.hashes)} {answer.num_blocks}", event.keyspace)
+            asked, found = len(event.hashes), answer.num_blocks
+            ends = b"".join(event.hashes[n - 1] for n in (asked, found) if n)
+            self.journal.session(event.session, f"acquire {asked} {found}", event.keyspace, ends)
         return answer
 
     def renew(self, leases: tuple[LeaseId, ...], ttl_ns: int) -> tuple[LeaseId, ...]:

@@ -211,6 +211,29 @@ def convert(
     out.print(f"{output}: {describe(loaded)}", markup=False, soft_wrap=True)
 
 
+@app.command()
+@said
+def record(
+    output: Annotated[Path, typer.Option("--output", "-o", help="file to write; .gz and .xz are compressed")],
+    address: Annotated[str, typer.Option("--address", help="of the service: unix:/path/to/socket")],
+    seconds: Annotated[float, typer.Option(help="0: until interrupted", min=0.0)] = 0.0,
+    block_tokens: Annotated[int, typer.Option("--block-tokens", help="tokens per block of its keyspace", min=1)] = 32,
+) -> None:
+    """A running service's sessions, requests and hashes as a trace in the own format."""
+    from kvstore.errors import KVStoreError
+    from kvstore_bench.record import record as watch
+    from kvstore_bench.traces.own import write_file
+
+    try:
+        trace = watch(address, seconds, block_tokens, output.name)
+    except KVStoreError as error:
+        raise TraceError(address, str(error)) from None
+    if not trace.num_requests:
+        raise TraceError(address, "no request of a session was seen", mend="record while agents work")
+    write_file(trace, output)
+    out.print(f"{output}: {describe(trace)}", markup=False, soft_wrap=True)
+
+
 def check_policies(names: list[str]) -> list[str]:
     """`all` becomes all of them. Raises TraceError for an unknown one."""
     from kvstore_bench.sweep import POLICIES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 from kvstore.core.hashing import TokenChain
 from kvstore.core.keyspace import Keyspace
 from kvstore.core.types import SLOT_ALIGN
-from kvstore.testing.service import ServiceProcess
+from kvstore.testing.service import ServiceProcess, wait_for
+from kvstore_bench.record import Recorder, follow
 from kvstore_bench.replay import KEYSPACE, Replayer
 from kvstore_bench.traces.load import load
 from kvstore_bench.traces.model import RawRequest, Stop, Trace, build
@@ -56,7 +58,7 @@ def agents() -> Trace:
 
 def ids_of(trace: Trace, r: int) -> list[int]:
     first = int(trace.offsets[r])
-    return trace.ids[first : first + int(trace.full_blocks()[r])].tolist()
+    return [int(i) for i in trace.ids[first : first + int(trace.full_blocks()[r])]]
 
 
 def chain_of(ids: list[int]) -> TokenChain:
@@ -121,3 +123,28 @@ def test_a_service_hits_what_its_simulation_hits(tmp_path: Path, policy: str, ma
                 assert client.match(chain_of(ids)) == there, "the same blocks are there in the end"
     finally:
         service.stop()
+
+
+def test_what_a_service_announces_is_the_trace_that_was_replayed(tmp_path: Path) -> None:
+    trace = agents().head(120)
+    service = ServiceProcess(tmp_path, dram_bytes=2048 * SLOT_ALIGN, nvme_bytes=0, segment_bytes=2048 * SLOT_ALIGN)
+    service.start()
+    try:
+        with Client(service.address) as client:
+            live = Live(client, int(trace.full_blocks().max()))
+            for r in range(trace.num_requests):
+                live.use(ids_of(trace, r), trace.session_names[trace.session[r]], Stop(int(trace.stop[r])))
+            client.end(trace.session_names[trace.session[-1]])
+            recorder, stop = Recorder(sequence=1), threading.Event()  # 1: all that happened since the first event
+            thread = threading.Thread(target=follow, args=(client, recorder, stop))
+            thread.start()
+            wait_for(lambda: recorder.asked and recorder.asked[-1].end, "the last session's end to be announced")
+            stop.set()
+        thread.join()
+    finally:
+        service.stop()
+    recorded = recorder.trace("recorded", TINY.block_tokens)
+    assert recorded.ids.tolist() == trace.ids.tolist() and recorded.offsets.tolist() == trace.offsets.tolist()
+    assert [recorded.session_names[s] for s in recorded.session] == [trace.session_names[s] for s in trace.session]
+    assert recorded.stop.tolist() == trace.stop.tolist()
+    assert recorded.input_tokens.tolist() == trace.input_tokens.tolist()
