@@ -45,9 +45,7 @@ def check_disk(folder: Path, nvme_bytes: int) -> None:
     stat = os.statvfs(there)
     total = stat.f_blocks * stat.f_frsize
     if nvme_bytes > total:
-        raise SetupError(
-            f"nvme_bytes: {nvme_bytes} is more than the disk under {there} holds ({total}); lower it"
-        )
+        raise SetupError(f"nvme_bytes: {nvme_bytes} is more than the disk under {there} holds ({total}); lower it")
 
 
 def open_arena(config: ServiceConfig) -> Arena:
