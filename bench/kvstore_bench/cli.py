@@ -236,13 +236,14 @@ def record(
 
 def check_policies(names: list[str]) -> list[str]:
     """`all` becomes all of them. Raises TraceError for an unknown one."""
-    from kvstore_bench.sweep import POLICIES
+    from kvstore_bench.sweep import MACHINE_POLICIES, POLICIES
 
     if names == ["all"]:
         return list(POLICIES)
     for name in names:
-        if name not in POLICIES:
-            raise TraceError("--policy", f"unknown policy {name!r}", mend=f"use {', '.join(POLICIES)}")
+        if name not in POLICIES and name not in MACHINE_POLICIES:
+            known = ", ".join(POLICIES + MACHINE_POLICIES)
+            raise TraceError("--policy", f"unknown policy {name!r}", mend=f"use {known}")
     return names
 
 
@@ -279,7 +280,8 @@ def sweep_command(
             if p.capacity == at
             for what, value in (("tokens", p.tokens), ("blocks", p.blocks))
         ]
-        page = sweep_page(page, trace, describe(trace), points, sizes)
+        if html is not None:
+            page = sweep_page(page, trace, describe(trace), points, sizes)
     if json is not None:
         write_json(json, rows)
     if html is not None and page is not None:

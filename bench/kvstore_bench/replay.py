@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -111,8 +111,18 @@ def without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def replay_machine(trace: Trace, policy: str, capacity: int, *, signal_ends: bool = False) -> Replayed:
-    """Replay a whole trace. Partial last blocks are left out, since only full blocks are sealed."""
+def replay_machine(
+    trace: Trace,
+    policy: str,
+    capacity: int,
+    *,
+    signal_ends: bool = False,
+    sample: Callable[[Machine, int], None] | None = None,
+) -> Replayed:
+    """Replay a whole trace. Partial last blocks are left out, since only full blocks are sealed.
+
+    `sample` is called after each request, with its number.
+    """
     replayer = Replayer(policy, capacity, trace.num_blocks)
     table, full = replayer.hashes, trace.full_blocks().tolist()
     offsets, times, sessions = trace.offsets.tolist(), trace.times_ns.tolist(), trace.session.tolist()
@@ -125,4 +135,6 @@ def replay_machine(trace: Trace, policy: str, capacity: int, *, signal_ends: boo
             if path:
                 name = trace.session_names[sessions[r]]
                 hits[r] = replayer.use(path, name, Stop(stops[r]), times[r] + 1, signal_ends and ends[r])
+            if sample is not None:
+                sample(replayer.machine, r)
     return Replayed(hits, trace.num_references, time.perf_counter() - begin)

@@ -119,8 +119,13 @@ def line_chart(series: list[Series], x_label: str) -> str:
     return _svg(out, "Tokens saved by capacity")
 
 
-def stacked_chart(names: list[str], columns: list[tuple[str, list[float]]], x_label: str) -> str:
-    """Shares that sum to 1, one column a time slice; names from the bottom up."""
+def stacked_chart(
+    names: Sequence[str],
+    columns: list[tuple[str, list[float]]],
+    x_label: str,
+    title: str = "Where tokens came from over time",
+) -> str:
+    """Shares that sum to 1 at most, one column a time slice; names from the bottom up."""
     inks = ("#109618", "#3366cc", "#ff9900", "#dc3912")
     width = (WIDTH - RIGHT - LEFT) / max(1, len(columns))
     tall = HEIGHT - BOTTOM - TOP
@@ -140,7 +145,7 @@ def stacked_chart(names: list[str], columns: list[tuple[str, list[float]]], x_la
         out += f'<rect x="{WIDTH - RIGHT + 14}" y="{y - 9}" width="10" height="10" fill="{inks[k % 4]}"/>'
         out += f'<text x="{WIDTH - RIGHT + 32}" y="{y}">{html.escape(name)}</text>'
     frame = _frame(x_label, ticks, [(TOP + tall * (1 - y / 4), f"{y * 25} %") for y in range(5)])
-    return _svg(out + frame, "Where tokens came from over time")
+    return _svg(out + frame, title)
 
 
 def _svg(inside: str, title: str) -> str:

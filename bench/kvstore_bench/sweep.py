@@ -2,6 +2,9 @@
 
 Every point gives two figures: `blocks`, the share of block references that hit, and `tokens`, the share of input
 tokens that need no prefill (only the leading run of a request's blocks counts). Capacities are numbers of blocks.
+
+A name by itself is the compiled flat form. `machine:NAME` is the service's own policy of that name in the service's own
+machine: slower by orders of magnitude, leaves only, and the only form of what needs sessions (`machine:tool-ttl`).
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.core.eviction import POLICIES as CORE_POLICIES
 from kvstore_bench.flat import bounds, classic
 from kvstore_bench.flat.learned import session_hits
 from kvstore_bench.flat.runs import leading_runs
+from kvstore_bench.replay import replay_machine
 from kvstore_bench.traces.model import Trace
 
 I64 = npt.NDArray[np.int64]
@@ -38,6 +43,8 @@ POLICIES = (
     "gdsf",
     "belady",
 )
+MACHINE = "machine:"
+MACHINE_POLICIES = tuple(MACHINE + name for name in CORE_POLICIES)
 DEFAULT_POLICIES = ("infinite", "optimum", "session", "session+ends", "leaf-lru")
 
 
@@ -73,6 +80,9 @@ class Simulator:
         begin = time.perf_counter()
         if policy in ("session", "session+ends"):
             runs = session_hits(self.trace, capacity, signal_ends=policy.endswith("+ends"))
+            found = int(runs.sum())
+        elif policy in MACHINE_POLICIES:
+            runs = replay_machine(self.trace, policy.removeprefix(MACHINE), capacity).hits
             found = int(runs.sum())
         else:
             hits = self.hits(policy, capacity)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.table import Table
 
-from kvstore_bench.report import Page, Series, line_chart
+from kvstore_bench.report import Page, Series, line_chart, stacked_chart
+from kvstore_bench.residency import CLASSES, residency_columns
 from kvstore_bench.sweep import Point, Simulator
 from kvstore_bench.traces.model import Trace
 
@@ -31,7 +32,7 @@ def print_points(out: Console, trace: Trace, about: str, points: list[Point], na
     for policy in dict.fromkeys(point.policy for point in points):
         mine = [point for point in points if point.policy == policy]
         timed = [point.seconds for point in mine if point.seconds > 0]
-        rate = f"{trace.num_references / min(timed) / 1e6:.1f}" if timed else "-"
+        rate = f"{trace.num_references / min(timed) / 1e6:.3g}" if timed else "-"
         table.add_row(policy, *(f"{p.tokens:.1%} ({p.blocks:.1%})" for p in mine), rate)
     out.print(table)
 
@@ -53,6 +54,13 @@ def sweep_page(page: Page | None, trace: Trace, about: str, points: list[Point],
         "optimum: Belady's rule with bypass, which no policy can beat. infinite: the ceiling of any cache. "
         "Only the leading run of a request's blocks counts."
     )
+    middle = sorted(sizes)[len(sizes) // 2]
+    page.text(
+        f"Whose blocks fill a tier of {middle:,} blocks over time, by what their session is doing then "
+        "(policy session, ends of sessions signalled, replayed through the service's own machine):"
+    )
+    columns = residency_columns(trace, "session", middle)
+    page.svg(stacked_chart(CLASSES, columns, "time", "Whose blocks fill the tier over time"))
     for note in trace.notes:
         page.text(f"Note: {note}.")
     return page

@@ -8,6 +8,8 @@ import pytest
 from kvstore_bench.flat import bounds
 from kvstore_bench.flat.runs import leading_runs
 from kvstore_bench.replay import replay_machine
+from kvstore_bench.residency import residency_columns
+from kvstore_bench.sweep import Simulator
 from kvstore_bench.traces.model import RawRequest, Stop, Trace, build
 
 
@@ -35,3 +37,17 @@ def test_leaf_lru_in_the_machine_equals_the_stack_distances(seed: int, capacity:
     distances = bounds.leaf_lru_distances(trace.ids, trace.offsets, trace.num_blocks)
     expected = leading_runs(((distances > 0) & (distances <= capacity)).astype(np.uint8), trace.offsets)
     assert replay_machine(trace, "leaf-lru", capacity).hits.tolist() == expected.tolist()
+
+
+def test_the_services_own_policies_can_be_swept() -> None:
+    simulator = Simulator(growing_sessions(1))
+    flat, machine = (simulator.point(name, 300) for name in ("leaf-lru", "machine:leaf-lru"))
+    assert machine.runs.tolist() == flat.runs.tolist() and machine.tokens == flat.tokens
+    assert 0 < simulator.point("machine:tool-ttl", 300).tokens < simulator.point("infinite", 300).tokens
+
+
+def test_residency_counts_every_block_of_a_full_tier() -> None:
+    columns = residency_columns(growing_sessions(2), "leaf-lru", 200)
+    assert len(columns) > 10
+    assert all(0.0 < sum(shares) <= 1.0 for _, shares in columns)
+    assert sum(columns[-1][1]) == 1.0
