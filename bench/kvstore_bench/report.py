@@ -7,7 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-COLOURS = ("#3366cc", "#dc3912", "#109618", "#990099", "#ff9900", "#0099c6", "#8a6d3b", "#666666", "#b82e2e")
+COLOURS = ("#990099", "#ff9900", "#8a6d3b", "#666666", "#22aa99", "#dd4477", "#66aa00", "#6633cc", "#e67300")
+"""For names that have no fixed colour; none of these is one."""
 FIXED = {
     "infinite": "#999999",
     "optimum": "#109618",

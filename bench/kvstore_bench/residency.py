@@ -12,7 +12,7 @@ from kvstore.core.types import Activity
 from kvstore_bench.replay import KEYSPACE, replay_machine
 from kvstore_bench.traces.model import Trace
 
-CLASSES = ("of a session that said nothing", "waits for a tool", "idle after a turn", "ended")
+CLASSES = ("said nothing", "waits for a tool", "idle after a turn", "ended")
 CLASS_OF = {Activity.OPEN: 0, Activity.RUNNING: 0, Activity.TOOL_WAIT: 1, Activity.IDLE: 2, Activity.ENDED: 3}
 NUM_SLICES = 48
 REFERENCES_MAX = 4_000_000
