@@ -7,6 +7,7 @@ import pytest
 from kvstore.core.blocks import Block, Share
 from kvstore.core.eviction import POLICIES, make_policy
 from kvstore.core.eviction.heap import BlockHeap
+from kvstore.core.eviction.session import SessionActivity
 from kvstore.core.sessions import Session
 from kvstore.core.types import Activity, BlockHash, SessionId, Tier
 
@@ -71,3 +72,16 @@ def test_heap_stays_bounded_under_many_key_changes() -> None:
         heap.put(blocks[key % 10], key)
     assert len(heap._heap) < 100
     assert heap.peek() == (9990, blocks[0])
+
+
+def test_session_admits_what_is_worth_as_much_as_the_victim() -> None:
+    policy = SessionActivity()
+    ended, idle = (Session(SessionId(name), 0, None, 0) for name in "ab")
+    idle.activity = Activity.IDLE
+    policy.signal(idle, 0)
+    policy.add(make_block(1, 10, idle), 20)
+    ended.activity = Activity.ENDED
+    policy.signal(ended, 21)
+    assert policy.admits(idle, 21)
+    assert not policy.admits(ended, 21)
+    assert policy.admits(Session(SessionId("new"), 0, None, 21), 21)

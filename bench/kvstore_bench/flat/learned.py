@@ -38,6 +38,9 @@ RATIO_MAX = resume.RATIO_MAX
 PRIOR_HAZARD = resume.PRIOR_HAZARD
 MIX_START = resume.MIX_START
 MIX_RATE = resume.MIX_RATE
+REFRESH_BIN = resume.REFRESH_BIN
+FINE_BIN = resume.FINE_BIN
+FINE_STEPS = resume.FINE_STEPS
 NUM_CLASSES = shared.NUM_CLASSES
 SHARED_POOLED_WEIGHT = shared.POOLED_WEIGHT
 SHARED_CLASS_WEIGHT = shared.CLASS_WEIGHT
@@ -69,17 +72,21 @@ def bin_of(age: int) -> int:
 
 
 @jit_inline
-def index_curve(hazard: F64, out: I64) -> None:
-    """As `resume.index_curve`."""
-    for k in range(K - 1):
-        reach, gain, cost, best = 1.0, 0.0, 0.0, 0.0
-        for j in range(k, K - 1):
-            p = hazard[j]
-            gain += reach * p
-            cost += reach * (WIDTHS[j] * (1.0 - 0.5 * p))
-            best = max(best, gain / cost)
-            reach *= 1.0 - p
-        out[k] = round(STEPS * log2(max(best, 1e-12)))
+def index_curve(hazard: F64, out: I64, first: int) -> None:
+    """As `resume.index_curve`; leaves what is before bin `first` as it is."""
+    gains, costs, alive = np.empty(K), np.empty(K), np.empty(K)
+    runs = 0
+    for k in range(K - 2, first - 1, -1):
+        p = hazard[k]
+        gain, cost, reach = p, WIDTHS[k] * (1.0 - 0.5 * p), 1.0 - p
+        while runs > 0 and gains[runs - 1] * cost > gain * costs[runs - 1]:
+            runs -= 1
+            gain += reach * gains[runs]
+            cost += reach * costs[runs]
+            reach *= alive[runs]
+        gains[runs], costs[runs], alive[runs] = gain, cost, reach
+        runs += 1
+        out[k] = round(STEPS * log2(max(gain / cost, 1e-12)))
     out[K - 1] = out[K - 2]
 
 
@@ -108,12 +115,15 @@ def pooled_at(pool: F64, k: int) -> float:
 
 
 @jit_inline
-def predict(events: F64, exposed: F64, rows: I64, pool: F64, weights: F64, k: int, signs: F64) -> float:
-    """The hazard of bin k; fills signs [M]."""
+def clip(p: float) -> float:
+    return min(max(p, 1e-5), 0.999)
+
+
+@jit_inline
+def weigh(events: F64, exposed: F64, rows: I64, pool: F64, signs: F64, k: int) -> None:
+    """As `ResumeModel._weigh`: fills column k of the rows' signs [R, K]."""
     base = pooled_at(pool, k)
-    clipped = min(max(base, 1e-5), 0.999)
-    level = log(clipped / (1.0 - clipped))
-    mixed = level
+    level = log(clip(base) / (1.0 - clip(base)))
     for m in range(M):
         row = rows[m]
         seen, expected = RATIO_WEIGHT, RATIO_WEIGHT
@@ -122,18 +132,40 @@ def predict(events: F64, exposed: F64, rows: I64, pool: F64, weights: F64, k: in
                 seen += events[row, j]
                 expected += exposed[row, j] * ((pool[0, j] + 0.1) / (pool[1, j] + 1.0))
         guess = min(base * min(seen / expected, RATIO_MAX), 0.9)
-        own = (events[row, k] + CONTEXT_WEIGHT * guess) / (exposed[row, k] + CONTEXT_WEIGHT)
-        own = min(max(own, 1e-5), 0.999)
-        signs[m] = log(own / (1.0 - own)) - level
-        mixed += weights[m, k] * signs[m]
+        own = clip((events[row, k] + CONTEXT_WEIGHT * guess) / (exposed[row, k] + CONTEXT_WEIGHT))
+        signs[row, k] = log(own / (1.0 - own)) - level
+
+
+@jit_inline
+def predict(rows: I64, pool: F64, weights: F64, signs: F64, k: int) -> float:
+    """The hazard of bin k."""
+    base = clip(pooled_at(pool, k))
+    mixed = log(base / (1.0 - base))
+    for m in range(M):
+        mixed += weights[m, k] * signs[rows[m], k]
     return min(max(1.0 / (1.0 + exp(-mixed)), 1e-6), 0.9999)
 
 
 @jit_inline
-def learn(events: F64, exposed: F64, rows: I64, pool: F64, weights: F64, k: int, outcome: float, signs: F64) -> None:
-    error = outcome - predict(events, exposed, rows, pool, weights, k, signs)
+def learn(rows: I64, pool: F64, weights: F64, signs: F64, k: int, outcome: float) -> None:
+    step = MIX_RATE * (outcome - predict(rows, pool, weights, signs, k))
     for m in range(M):
-        weights[m, k] += MIX_RATE * error * signs[m]
+        weights[m, k] += step * signs[rows[m], k]
+
+
+@jit_inline
+def enter(events: F64, exposed: F64, rows: I64, pool: F64, signs: F64, k: int) -> None:
+    expose(events, exposed, rows, pool, k)
+    weigh(events, exposed, rows, pool, signs, k)
+
+
+@jit_inline
+def worth_at(index: I64, k: int, age: int) -> int:
+    """The index within bin k, in steps from one bin to the next."""
+    if k < FINE_BIN or k >= K - 2:
+        return int(index[k])
+    step = (age - EDGES[k]) // ((EDGES[k + 1] - EDGES[k]) // FINE_STEPS)
+    return int(index[k] + (index[k + 1] - index[k]) * step // FINE_STEPS)
 
 
 @jit_inline
@@ -160,7 +192,7 @@ def refresh_shared(events: F64, exposed: F64, curves: I64) -> None:
             own = (events[c, k] + SHARED_CLASS_WEIGHT * level) / (exposed[c, k] + SHARED_CLASS_WEIGHT)
             hazard[c, k] = min(own, 0.999)
     for c in range(NUM_CLASSES):
-        index_curve(hazard[c], curves[c])
+        index_curve(hazard[c], curves[c], 0)
 
 
 @jit_inline
@@ -173,6 +205,33 @@ def add_logs(one: int, other: int) -> int:
     if high - low > 16 * STEPS:
         return high
     return int(high + round(STEPS * log2(1.0 + 2.0 ** ((low - high) / STEPS))))
+
+
+@jit_inline
+def put_tip(s: int, tip: int, tip_of: Any, tips: Any, heads: Any, others: Any) -> None:
+    """Session s's context ends at `tip` from now on (-1: nowhere). Sessions of one tip form a list."""
+    old = tip_of[s]
+    if old >= 0:
+        tips[old] -= 1
+        if heads[old] == s:
+            heads[old] = others[s]
+        else:
+            at = heads[old]
+            while others[at] != s:
+                at = others[at]
+            others[at] = others[s]
+    tip_of[s] = tip
+    if tip >= 0:
+        tips[tip] += 1
+        others[s] = heads[tip]
+        heads[tip] = s
+
+
+@jit_inline
+def lift_tips(b: int, up: int, tip_of: Any, tips: Any, heads: Any, others: Any) -> None:
+    """Block b goes: contexts that ended there end at its parent, or nowhere."""
+    while heads[b] >= 0:
+        put_tip(heads[b], up, tip_of, tips, heads, others)
 
 
 @jit
@@ -202,17 +261,19 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
     place = np.full(num_blocks, -1, np.int32)
     leaves = np.empty(num_blocks, np.int32)
     num_leaves, size = 0, 0
-    left = np.zeros(num_requests, np.bool_)  # the branch that ends here is held by nobody
+    tips = np.zeros(num_blocks, np.int32)  # contexts that end at the block
+    heads = np.full(num_blocks, -1, np.int32)
+    tip_of, others = np.full(num_sessions, -1, np.int32), np.full(num_sessions, -1, np.int32)
     last = np.full(num_sessions, -1, np.int64)
     # ---- the model
     rows_max = 1 << 12
-    events, exposed = np.zeros((rows_max, K)), np.zeros((rows_max, K))
+    events, exposed, signs = np.zeros((rows_max, K)), np.zeros((rows_max, K)), np.zeros((rows_max, K))
     num_rows = 1
     pool = np.zeros((2, K))
     weights = np.full((M, K), MIX_START)
     # ---- waits, by session
     rows = np.zeros((num_sessions, M), np.int64)
-    signs, hazard = np.zeros(M), np.zeros(K)
+    hazard = np.zeros(K)
     index = np.full((num_sessions, K), NO_INDEX, np.int64)
     start = np.full(num_sessions, -1, np.int64)
     bins = np.zeros(num_sessions, np.int64)
@@ -240,10 +301,14 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
                 continue
             k = bins[owner]
             if k == 0:
-                expose(events, exposed, rows[owner], pool, 0)
-            learn(events, exposed, rows[owner], pool, weights, k, 0.0, signs)
+                enter(events, exposed, rows[owner], pool, signs, 0)
+            learn(rows[owner], pool, weights, signs, k, 0.0)
             bins[owner] = k + 1
-            expose(events, exposed, rows[owner], pool, k + 1)
+            enter(events, exposed, rows[owner], pool, signs, k + 1)
+            if k + 1 >= REFRESH_BIN:
+                for j in range(k + 1, K):
+                    hazard[j] = predict(rows[owner], pool, weights, signs, j)
+                index_curve(hazard, index[owner], k + 1)
             if k + 2 < K - 1:
                 seq += 1
                 heappush(timers, (began + EDGES[k + 2], seq, owner, began))
@@ -261,11 +326,12 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
         if start[s] >= 0:
             k = bins[s]
             if k == 0:
-                expose(events, exposed, rows[s], pool, 0)
-            learn(events, exposed, rows[s], pool, weights, k, 1.0, signs)
+                enter(events, exposed, rows[s], pool, signs, 0)
+            learn(rows[s], pool, weights, signs, k, 1.0)
             for m in range(M):
                 events[rows[s, m], k] += 1.0
             pool[0, k] += 1.0
+            weigh(events, exposed, rows[s], pool, signs, k)
             waited = float(now - start[s])
             gap[s] = waited
             mean_gap[s] = waited if mean_gap[s] < 0.0 else mean_gap[s] + (waited - mean_gap[s]) / 4
@@ -276,11 +342,6 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
         while low + num_hits < high and resident[ids[low + num_hits]]:
             num_hits += 1
         hits[r] = num_hits
-        before = last[s]
-        if before >= 0:
-            old_low, old_num = offsets[before], full[before]
-            if old_num > full[r] or (old_num > 0 and ids[old_low + old_num - 1] != ids[low + old_num - 1]):
-                left[before] = True
         last[s] = r
         if first:
             newcomer = num_hits > 0 or full[r] == 1
@@ -321,6 +382,7 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
             up = b
         if high > low:
             tip = ids[high - 1]
+            put_tip(s, tip, tip_of, tips, heads, others)
             used[tip] = r
             if kids[tip] == 0 and place[tip] < 0:
                 place[tip] = num_leaves
@@ -330,7 +392,7 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
         stop = activity[r]
         ended = signal_ends and ends[r]
         if ended:
-            left[r] = True
+            put_tip(s, -1, tip_of, tips, heads, others)
         elif stop != 0 or full[r] > 0:
             count = octave(num_waits[s], 1)
             known = min(known, length[s])
@@ -352,11 +414,12 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
                     if num_rows > rows_max:
                         events = np.concatenate((events, np.zeros((rows_max, K))))
                         exposed = np.concatenate((exposed, np.zeros((rows_max, K))))
+                        signs = np.concatenate((signs, np.zeros((rows_max, K))))
                         rows_max *= 2
                 rows[s, m] = row_of[key]
             for k in range(K):
-                hazard[k] = predict(events, exposed, rows[s], pool, weights, k, signs)
-            index_curve(hazard, index[s])
+                hazard[k] = predict(rows[s], pool, weights, signs, k)
+            index_curve(hazard, index[s], 0)
             start[s] = now
             bins[s] = 0
             seq += 1
@@ -368,8 +431,8 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
                 b = leaves[j]
                 q = used[b]
                 value = NO_INDEX
-                if not left[q]:
-                    value = int(index[session[q], bins[session[q]]])
+                if tips[b] > 0 and start[session[q]] >= 0:
+                    value = worth_at(index[session[q]], bins[session[q]], now - start[session[q]])
                 if users[b] >= 2:
                     value = add_logs(value, curves[user_class(users[b]), bin_of(now - arrival[b])])
                 if value < best_worth or (value == best_worth and q < best_used):
@@ -388,9 +451,12 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
                 arrival[b] = -1
                 up = parent[b]
                 if up < 0:
+                    lift_tips(b, -1, tip_of, tips, heads, others)
                     break
                 kids[up] -= 1
-                same = used[up] <= used[b]
+                same = used[up] <= used[b] and (tips[up] > 0 or tips[b] == 0)
+                same = same and (tips[b] > 0 or tips[up] == 0)
+                lift_tips(b, up, tip_of, tips, heads, others)
                 used[up] = max(used[up], used[b])
                 if kids[up] > 0:
                     break

@@ -15,19 +15,19 @@ for lossless data compression", 2005). So no set of classes has to be right ever
 Gittins (1979) for a job of unknown length: the best rate of saved tokens per block and second that any deadline t
 gives, from this age on. It is kept as an integer, 64 steps an octave, so that equal prospects fall back on recency.
 
+Log-odds of a context's bin are worked out when its counts change and kept, so predicting is adding a few kept numbers.
+Old waits are few and matter most to large tiers: from REFRESH_BIN on the index is made anew in each bin, and from
+FINE_BIN on it moves in quarters of a bin. Plain lists and floats: at ten contexts they beat arrays several times.
+
 Not for: blocks whose use has nothing to do with sessions. They have no wait and rank below everything that has one.
 """
 
 from __future__ import annotations
 
 from heapq import heappop, heappush
-from math import log2
+from math import exp, log, log2
 from typing import TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
-F64: TypeAlias = npt.NDArray[np.float64]
 Key: TypeAlias = tuple[object, ...]
 
 NUM_BINS = 19
@@ -38,7 +38,7 @@ PRIOR_HAZARD = 0.01
 """Of ages nobody has reached yet: nobody comes back. A higher guess keeps old contexts for want of evidence."""
 POOLED_WEIGHT = 10.0
 """How many waits a bin's neighbour is worth as a guess of the pooled hazard."""
-CONTEXT_WEIGHT = 8.0
+CONTEXT_WEIGHT = 4.0
 """How many waits the pooled hazard is worth against a context's own counts."""
 RATIO_WEIGHT = 4.0
 """How many expected events it takes to believe that a context is faster or slower than the pool."""
@@ -50,70 +50,109 @@ COUNT_MAX = 1024.0
 INDEX_STEPS = 64
 NO_INDEX = -(1 << 30)
 ROWS_MAX = 1 << 17
+REFRESH_BIN = 8
+"""From this bin on (128 s) the index is made anew when a wait enters a bin."""
+FINE_BIN = 5
+"""From this bin on (16 s) the index moves between bins in FINE_STEPS steps."""
+FINE_STEPS = 4
 
-_LOG_MIN, _LOG_MAX = 1e-5, 0.999
-_WIDTH_S = np.diff(np.array(EDGES_NS, np.float64)) / 1e9
+LAST_BIN = NUM_BINS - 2
+"""The deepest bin a wait gets to."""
+_WIDTH_S = [(EDGES_NS[k + 1] - EDGES_NS[k]) / 1e9 for k in range(NUM_BINS - 1)]
+_PAD = 2
+"""Empty bins on both sides of a row, so that sums over neighbours need no limits."""
 
 
 class Wait:
-    """One running wait. `index[bin]` is the worth of the context's blocks now."""
+    """One running wait. `worth` is that of the context's blocks now."""
 
-    __slots__ = ("bin", "index", "live", "owner", "rows", "start_ns")
+    __slots__ = ("bin", "index", "live", "owner", "rows", "start_ns", "step", "worth")
 
-    def __init__(self, owner: object, start_ns: int, rows: npt.NDArray[np.int64], index: list[int]) -> None:
+    def __init__(self, owner: object, start_ns: int, rows: list[Row], index: list[int]) -> None:
         self.owner = owner
         self.start_ns = start_ns
         self.rows = rows
-        """[M] row of each context."""
+        """[M] counts of each context."""
         self.index = index
-        """[K] by what was known when the wait began."""
+        """[K] by what was known when the wait began, or entered its present bin."""
         self.bin = 0
+        self.step = 0
+        """Quarters of the bin that have passed."""
+        self.worth = index[0]
         self.live = True
 
 
-_UPPER = np.triu(np.ones((NUM_BINS - 1, NUM_BINS - 1)))
-_STARTED = _UPPER[:, :-1] > 0
+class Row:
+    """Counts of one context. Lists are padded: bin k is at k + _PAD."""
+
+    __slots__ = ("events", "exposed", "signs")
+
+    def __init__(self) -> None:
+        self.events = [0.0] * (NUM_BINS + 2 * _PAD)
+        self.exposed = [0.0] * (NUM_BINS + 2 * _PAD)
+        self.signs = [0.0] * NUM_BINS
+        """[K] log-odds relative to the pool."""
 
 
-def index_curve(hazard: F64) -> list[int]:
-    """[K] Gittins' index from the start of each bin on, in log steps. `hazard`: [K], its last bin unused."""
-    inner = hazard[:-1]
-    # reach[k, j]: probability to get to the start of bin j alive, from the start of bin k <= j
-    step = np.ones_like(_UPPER)
-    step[:, 1:] = np.where(_STARTED, 1.0 - inner[:-1], 1.0)
-    reach = np.cumprod(step, axis=1) * _UPPER
-    gain = np.cumsum(reach * inner, axis=1)
-    cost = np.cumsum(reach * (_WIDTH_S * (1.0 - 0.5 * inner)), axis=1)
-    best = np.max(gain / np.where(cost > 0.0, cost, 1.0), axis=1)
-    steps = [round(INDEX_STEPS * log2(max(rate, 1e-12))) for rate in best.tolist()]
-    return [*steps, steps[-1]]
+def index_curve(hazard: list[float], first: int = 0) -> list[int]:
+    """[K] Gittins' index from the start of each bin on, in log steps; 0 before bin `first`. `hazard`: [K], its last
+    bin unused.
+
+    From the last bin back, a bin takes in the runs behind it while they have a better rate than itself: what is left
+    are runs of falling rates, and the best deadline is the end of the first one. O(K).
+    """
+    index = [0] * NUM_BINS
+    gains: list[float] = []
+    costs: list[float] = []
+    alive: list[float] = []
+    for k in range(LAST_BIN, first - 1, -1):
+        p = hazard[k]
+        gain, cost, reach = p, _WIDTH_S[k] * (1.0 - 0.5 * p), 1.0 - p
+        while gains and gains[-1] * cost > gain * costs[-1]:
+            gain += reach * gains.pop()
+            cost += reach * costs.pop()
+            reach *= alive.pop()
+        gains.append(gain)
+        costs.append(cost)
+        alive.append(reach)
+        index[k] = round(INDEX_STEPS * log2(max(gain / cost, 1e-12)))
+    index[-1] = index[LAST_BIN]
+    return index
+
+
+def clip(p: float) -> float:
+    """Away from 0 and 1, where log-odds end."""
+    return min(max(p, 1e-5), 0.999)
 
 
 class ResumeModel:
     """Learns hazards from waits and tells the index of running ones. One instance may serve several tiers.
 
     Guarantees: deterministic; `begin`, `end` and `advance` must see non-decreasing times. Memory is bounded by
-    `ROWS_MAX` rows; contexts beyond that share row 0, which learns nothing of its own.
+    `ROWS_MAX` rows; contexts beyond that share one row, which is reset by none.
     """
 
     def __init__(self, num_contexts: int) -> None:
-        self._num = num_contexts
-        self._rows: dict[tuple[int, Key], int] = {}
-        self._free: list[int] = []
-        self._events = np.zeros((64, NUM_BINS))
-        self._exposed = np.zeros((64, NUM_BINS))
-        self._used = 1
-        self._pool_events = np.zeros(NUM_BINS)
-        self._pool_exposed = np.zeros(NUM_BINS)
-        self._weights = np.full((num_contexts, NUM_BINS), MIX_START)
+        self._rows: dict[tuple[int, Key], Row] = {}
+        self._overflow = Row()
+        self._pool_events = [0.0] * NUM_BINS
+        self._pool_exposed = [0.0] * NUM_BINS
+        self._rates = [0.0] * (NUM_BINS + 2 * _PAD)
+        """Padded: pooled events an exposure."""
+        self._bases = [0.0] * NUM_BINS
+        """[K] pooled hazards."""
+        self._levels = [0.0] * NUM_BINS
+        """[K] their log-odds."""
+        self._weights = [[MIX_START] * NUM_BINS for _ in range(num_contexts)]
         self._timers: list[tuple[int, int, Wait]] = []
         self._seq = 0
+        for k in range(NUM_BINS):
+            self._pool_changed(k)
 
     def begin(self, owner: object, keys: list[Key], now_ns: int) -> Wait:
         """A wait with these contexts (one key per context, in a fixed order) starts now."""
-        rows = np.array([self._row(number, key) for number, key in enumerate(keys)], np.int64)
-        _, hazard = self._predict(rows, slice(0, NUM_BINS))
-        wait = Wait(owner, now_ns, rows, index_curve(hazard))
+        rows = [self._row(number, key) for number, key in enumerate(keys)]
+        wait = Wait(owner, now_ns, rows, self._index(rows, 0))
         self._arm(wait)
         return wait
 
@@ -122,113 +161,130 @@ class ResumeModel:
         k = wait.bin
         wait.live = False
         if k == 0:
-            self._expose(wait, 0)
-        self._learn(wait, k, 1.0)
-        self._events[wait.rows, k] += 1.0
+            self._enter(wait.rows, 0)
+        self._learn(wait.rows, k, 1.0)
+        for row in wait.rows:
+            row.events[k + _PAD] += 1.0
         self._pool_events[k] += 1.0
+        self._pool_changed(k)
+        self._weigh(wait.rows, k)
 
     def forget(self, wait: Wait) -> None:
         """The wait is over without an outcome (ended, or described anew)."""
         wait.live = False
 
     def drop_context(self, number: int, key: Key) -> None:
-        """A context will never be asked for again (a session that ended): its row is free."""
-        row = self._rows.pop((number, key), 0)
-        if row:
-            self._events[row] = 0.0
-            self._exposed[row] = 0.0
-            self._free.append(row)
+        """A context will never be asked for again (a session that ended)."""
+        self._rows.pop((number, key), None)
 
     def advance(self, now_ns: int) -> list[Wait]:
-        """Let waits cross into later bins up to `now_ns`; returns those whose index may have changed."""
-        crossed: list[Wait] = []
+        """Let waits grow older up to `now_ns`; returns those whose worth may have changed."""
+        changed: list[Wait] = []
         timers = self._timers
         while timers and timers[0][0] <= now_ns:
             wait = heappop(timers)[2]
             if wait.live:
-                self._cross(wait)
-                crossed.append(wait)
-        return crossed
+                before = wait.worth
+                self._grow_older(wait)
+                if wait.worth != before:
+                    changed.append(wait)
+        return changed
 
-    def _cross(self, wait: Wait) -> None:
-        if wait.bin == 0:
-            self._expose(wait, 0)
-        self._learn(wait, wait.bin, 0.0)
-        wait.bin += 1
-        self._expose(wait, wait.bin)
+    def _grow_older(self, wait: Wait) -> None:
+        k, index = wait.bin, wait.index
+        if k >= FINE_BIN and wait.step + 1 < FINE_STEPS:
+            wait.step += 1
+            wait.worth = index[k] + (index[k + 1] - index[k]) * wait.step // FINE_STEPS
+        else:
+            self._cross(wait)
+            wait.worth = wait.index[wait.bin]
         self._arm(wait)
 
-    def _arm(self, wait: Wait) -> None:
-        if wait.bin + 1 < NUM_BINS - 1:
-            self._seq += 1
-            heappush(self._timers, (wait.start_ns + EDGES_NS[wait.bin + 1], self._seq, wait))
+    def _cross(self, wait: Wait) -> None:
+        k = wait.bin
+        if k == 0:
+            self._enter(wait.rows, 0)
+        self._learn(wait.rows, k, 0.0)
+        wait.bin, wait.step = k + 1, 0
+        self._enter(wait.rows, k + 1)
+        if k + 1 >= REFRESH_BIN:
+            wait.index = self._index(wait.rows, k + 1)
 
-    def _row(self, number: int, key: Key) -> int:
-        row = self._rows.get((number, key), 0)
-        if row:
+    def _arm(self, wait: Wait) -> None:
+        k = wait.bin
+        if k == LAST_BIN:
+            return
+        self._seq += 1
+        low, high = EDGES_NS[k], EDGES_NS[k + 1]
+        age_ns = high if k < FINE_BIN else low + (high - low) // FINE_STEPS * (wait.step + 1)
+        heappush(self._timers, (wait.start_ns + age_ns, self._seq, wait))
+
+    def _row(self, number: int, key: Key) -> Row:
+        row = self._rows.get((number, key))
+        if row is not None:
             return row
-        if self._free:
-            row = self._free.pop()
-        elif self._used < ROWS_MAX:
-            row = self._used
-            self._used += 1
-            if row >= len(self._events):
-                self._events = np.concatenate([self._events, np.zeros_like(self._events)])
-                self._exposed = np.concatenate([self._exposed, np.zeros_like(self._exposed)])
-        else:
-            return 0
-        self._rows[(number, key)] = row
+        if len(self._rows) >= ROWS_MAX:
+            return self._overflow
+        row = self._rows[(number, key)] = Row()
         return row
 
-    def _expose(self, wait: Wait, k: int) -> None:
-        rows, exposed = wait.rows, self._exposed
-        exposed[rows, k] += 1.0
-        full = rows[exposed[rows, k] > COUNT_MAX]
-        if full.size:
-            exposed[full, k] *= 0.5
-            self._events[full, k] *= 0.5
+    # ---- learning
+
+    def _enter(self, rows: list[Row], k: int) -> None:
+        """A wait with these contexts reaches bin k."""
+        at = k + _PAD
+        for row in rows:
+            row.exposed[at] += 1.0
+            if row.exposed[at] > COUNT_MAX:
+                row.exposed[at] *= 0.5
+                row.events[at] *= 0.5
         self._pool_exposed[k] += 1.0
         if self._pool_exposed[k] > COUNT_MAX:
             self._pool_exposed[k] *= 0.5
             self._pool_events[k] *= 0.5
+        self._pool_changed(k)
+        self._weigh(rows, k)
 
-    def _learn(self, wait: Wait, k: int, outcome: float) -> None:
-        signs, hazard = self._predict(wait.rows, slice(k, k + 1))
-        self._weights[:, k] += MIX_RATE * (outcome - float(hazard[0])) * signs[:, 0]
+    def _pool_changed(self, k: int) -> None:
+        """Pooled hazards: each bin leans on the one before, that one on the one before it."""
+        events, exposed = self._pool_events, self._pool_exposed
+        self._rates[k + _PAD] = (events[k] + 0.1) / (exposed[k] + 1.0)
+        for j in range(k, min(k + 3, NUM_BINS)):
+            guess = PRIOR_HAZARD
+            for i in range(max(0, j - 2), j + 1):
+                guess = (events[i] + POOLED_WEIGHT * guess) / (exposed[i] + POOLED_WEIGHT)
+            self._bases[j] = guess
+            base = clip(guess)
+            self._levels[j] = log(base / (1.0 - base))
 
-    def _pooled(self) -> F64:
-        """[K] pooled hazards; each bin leans on the one before, that one on the one before it."""
-        events, exposed, weight = self._pool_events, self._pool_exposed, POOLED_WEIGHT
-        guess = np.full(NUM_BINS, PRIOR_HAZARD)
-        for _ in range(2):
-            guess[1:] = ((events + weight * guess) / (exposed + weight))[:-1]
-        hazard: F64 = (events + weight * guess) / (exposed + weight)
-        return hazard
+    def _weigh(self, rows: list[Row], k: int) -> None:
+        """What each context says about bin k by its counts: the ratio to the pool in the bins around as prior."""
+        base, level = self._bases[k], self._levels[k]
+        r0, r1, _, r3, r4 = self._rates[k : k + 5]
+        for row in rows:
+            e0, e1, events, e3, e4 = row.events[k : k + 5]
+            x0, x1, exposed, x3, x4 = row.exposed[k : k + 5]
+            seen = RATIO_WEIGHT + e0 + e1 + e3 + e4
+            expected = RATIO_WEIGHT + x0 * r0 + x1 * r1 + x3 * r3 + x4 * r4
+            guess = min(base * min(seen / expected, RATIO_MAX), 0.9)
+            own = clip((events + CONTEXT_WEIGHT * guess) / (exposed + CONTEXT_WEIGHT))
+            row.signs[k] = log(own / (1.0 - own)) - level
 
-    def _predict(self, rows: npt.NDArray[np.int64], bins: slice) -> tuple[F64, F64]:
-        """(log-odds of each context relative to the pool [M, B], mixed hazards [B]) for a run of B bins."""
-        pooled = self._pooled()[bins]
-        near = slice(max(0, bins.start - 2), min(NUM_BINS, bins.stop + 2))
-        events, exposed = self._events[rows, near], self._exposed[rows, near]
-        rate = (self._pool_events[near] + 0.1) / (self._pool_exposed[near] + 1.0)
-        lead = bins.start - near.start
-        inner = slice(lead, lead + bins.stop - bins.start)
-        seen, expected = _around(events, inner), _around(exposed * rate, inner)
-        guess = np.minimum(pooled * np.minimum((RATIO_WEIGHT + seen) / (RATIO_WEIGHT + expected), RATIO_MAX), 0.9)
-        own = (events[:, inner] + CONTEXT_WEIGHT * guess) / (exposed[:, inner] + CONTEXT_WEIGHT)
-        own = np.minimum(np.maximum(own, _LOG_MIN), _LOG_MAX)
-        base = np.minimum(np.maximum(pooled, _LOG_MIN), _LOG_MAX)
-        base = np.log(base / (1.0 - base))
-        signs = np.log(own / (1.0 - own)) - base
-        mixed = base + (self._weights[:, bins] * signs).sum(axis=0)
-        hazard: F64 = np.minimum(np.maximum(1.0 / (1.0 + np.exp(-mixed)), 1e-6), 0.9999)
-        return signs, hazard
+    def _learn(self, rows: list[Row], k: int, outcome: float) -> None:
+        mixed = self._levels[k]
+        for weights, row in zip(self._weights, rows, strict=True):
+            mixed += weights[k] * row.signs[k]
+        step = MIX_RATE * (outcome - hazard_of(mixed))
+        for weights, row in zip(self._weights, rows, strict=True):
+            weights[k] += step * row.signs[k]
+
+    def _index(self, rows: list[Row], first: int) -> list[int]:
+        """[K] the index by present counts, from bin `first` on."""
+        mixed = self._levels
+        for weights, row in zip(self._weights, rows, strict=True):
+            mixed = [value + weight * sign for value, weight, sign in zip(mixed, weights, row.signs, strict=True)]
+        return index_curve([hazard_of(value) for value in mixed], first)
 
 
-def _around(counts: F64, inner: slice) -> F64:
-    """[M, B] sum over the two bins before and the two after each bin of `inner`; `counts`: [M, B plus what is near]."""
-    padded = np.zeros((counts.shape[0], counts.shape[1] + 4))
-    padded[:, 2:-2] = counts
-    first, last = inner.start, inner.stop
-    total: F64 = padded[:, first:last] + padded[:, first + 1 : last + 1]
-    return total + padded[:, first + 3 : last + 3] + padded[:, first + 4 : last + 4]
+def hazard_of(log_odds: float) -> float:
+    return min(max(1.0 / (1.0 + exp(-log_odds)), 1e-6), 0.9999)

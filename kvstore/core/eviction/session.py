@@ -9,8 +9,8 @@ branches left behind) go first. Equal worth falls back on recency.
     touch, signal --> wait begins / ends --> index[bin] --> heap of candidates, least (worth, last use) first
                       bin boundary passes ------^            re-keyed when the wait crosses into another octave
 
-A wait crosses at most NUM_BINS bins, and each crossing re-keys the few leaves of one session: O(log n) a decision,
-amortised.
+A wait crosses at most NUM_BINS bins in a few steps each, and each step re-keys the few leaves of one session: O(log n)
+a decision, amortised.
 
 Not for: caches without sessions or prefixes; there it is leaf-first LRU at a higher price.
 """
@@ -109,7 +109,24 @@ class SessionActivity:
         if session.activity == Activity.RUNNING:
             return RUNNING_INDEX
         wait = self._waits.get(session)
-        return NO_INDEX if wait is None else wait.index[wait.bin]
+        return NO_INDEX if wait is None else wait.worth
+
+    def admits(self, session: Session, now_ns: int) -> bool:
+        """Is a new block of the session worth as much as the victim? While it runs its context counts by how its last
+        wait began; a session that never waited is given the benefit of the doubt."""
+        self._advance(now_ns)
+        if session.activity == Activity.ENDED:
+            return False
+        wait = self._waits.get(session)
+        if wait is not None:
+            own = wait.worth
+        else:
+            pace = self._paces.get(session)
+            if pace is None or pace.worth is None:
+                return True
+            own = pace.worth
+        top = self._heap.peek()
+        return top is None or own >= top[0][0]
 
     def victim_worth(self, now_ns: int) -> int:
         """What evicting the victim would cost; NO_INDEX when it is worth nothing or there is none."""
@@ -140,7 +157,8 @@ class SessionActivity:
         if old is not None:
             self._model.forget(old)
         keys = contexts(session, pace, now_ns)
-        self._waits[session] = self._model.begin(session, keys, now_ns)
+        wait = self._waits[session] = self._model.begin(session, keys, now_ns)
+        pace.worth = wait.worth
 
     def _end(self, session: Session) -> None:
         wait = self._waits.pop(session, None)

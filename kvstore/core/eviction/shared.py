@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from kvstore.core.blocks import Block
-from kvstore.core.eviction.resume import EDGES_NS, F64, NUM_BINS, index_curve
+from kvstore.core.eviction.resume import EDGES_NS, NUM_BINS, index_curve
 from kvstore.core.sessions import Session
 
 NUM_CLASSES = 6
@@ -132,5 +132,5 @@ class SharedPrefixes:
         before = (pool_events + POOLED_WEIGHT * PRIOR_HAZARD) / (pool_exposed + POOLED_WEIGHT)
         guess = np.concatenate([[PRIOR_HAZARD], before[:-1]])
         pooled = (pool_events + POOLED_WEIGHT * guess) / (pool_exposed + POOLED_WEIGHT)
-        hazards: F64 = (self._events + CLASS_WEIGHT * pooled) / (self._exposed + CLASS_WEIGHT)
-        self._curves = [index_curve(np.minimum(hazard, 0.999)) for hazard in hazards]
+        hazards = (self._events + CLASS_WEIGHT * pooled) / (self._exposed + CLASS_WEIGHT)
+        self._curves = [index_curve(hazard) for hazard in np.minimum(hazards, 0.999).tolist()]

@@ -18,7 +18,7 @@ NS = 1_000_000_000
 class Pace:
     """What a policy remembers of a session between its requests. Gaps in ns, lengths in blocks."""
 
-    __slots__ = ("first", "gap_ns", "known", "length", "mean_gap_ns", "num_waits", "started_ns")
+    __slots__ = ("first", "gap_ns", "known", "length", "mean_gap_ns", "num_waits", "started_ns", "worth")
 
     def __init__(self) -> None:
         self.first = True
@@ -33,6 +33,8 @@ class Pace:
         """Blocks that were there before the current request: of other sessions at first, then of its own."""
         self.started_ns = -1
         """When the current request began; -1 when unknown."""
+        self.worth: int | None = None
+        """Of the context when its last wait began."""
 
     def note_gap(self, gap_ns: int, now_ns: int) -> None:
         """A wait ended with a new request."""
