@@ -22,6 +22,8 @@ import json
 import logging
 import os
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -342,14 +344,25 @@ class BlockIndex:
 
 
 def _check_length(env: lmdb.Environment, folder: Path) -> None:
-    """Raises SetupError when the file is shorter than its tables: reading on would end the process (SIGBUS)."""
+    """Give a file that is shorter than its last page number the full length, since reading behind its end would end the
+    process (SIGBUS).
+
+    A transaction may number pages that it never writes, because it frees them again; a killed process leaves such a
+    file, and nothing is missing in it. Whether something is, reading all of it tells. Raises SetupError when it was
+    cut; the file then has its old length.
+    """
     needed = (int(env.info()["last_pgno"]) + 1) * int(env.stat()["psize"])
-    found = (folder / "data.mdb").stat().st_size
-    if found < needed:
+    data = folder / "data.mdb"
+    found = data.stat().st_size
+    if found >= needed:
+        return
+    os.truncate(data, needed)
+    command = [sys.executable, "-m", "kvstore.tiers.probe_index", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        os.truncate(data, found)
         env.close()
-        raise SetupError(
-            f"index: {folder / 'data.mdb'} was cut: {found} bytes of {needed}; run `kvstore fsck --repair`"
-        )
+        raise SetupError(f"index: {data} was cut: {found} bytes of {needed}; run `kvstore fsck --repair`")
+    log.info("index: %d bytes at the end were never written; given back", needed - found)
 
 
 def _entry_or_none(raw: bytes) -> Entry | None:
