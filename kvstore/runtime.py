@@ -29,10 +29,12 @@ from kvstore.core.machine import Machine
 from kvstore.core.record import NO_PARENT, Record
 from kvstore.core.types import BlockHash, Durability, Hashes, HashList, KeyspaceId, LeaseId, OpId, SessionId, Tier
 from kvstore.errors import (
+    CapacityError,
     InvalidField,
     KVStoreError,
     LayoutMismatch,
     LimitExceeded,
+    TierError,
     Unavailable,
 )
 from kvstore.hands import Hands, Work
@@ -77,6 +79,8 @@ class Runtime:
         self._next_request = 1
         self._keyspaces: dict[KeyspaceId, Keyspace] = {}
         self._dirty_sessions: set[SessionId] = set()
+        self._unsaved: dict[KeyspaceId, bytes] = {}
+        """Keyspaces that the index doesn't have yet."""
         self._starved_until = 0.0
         self._closing = threading.Event()
         self._scrubber: Scrubber | None = None
@@ -169,8 +173,22 @@ class Runtime:
         if not known:
             self._retire_older(keyspace)
             if self.data is not None:
-                self.data.index.put_keyspace(keyspace.id, encoding)
+                self._unsaved[keyspace.id] = encoding
+                self._save_keyspaces()
         return keyspace
+
+    def _save_keyspaces(self) -> None:
+        """Write what isn't written yet. A full disk refuses: then it is tried again at the next tick, and no block of
+        the keyspace can become durable before, since the same disk takes no record either."""
+        assert self.data is not None
+        for keyspace_id, encoding in list(self._unsaved.items()):
+            try:
+                self.data.index.put_keyspace(keyspace_id, encoding)
+            except (TierError, CapacityError) as error:
+                log.debug("keyspace isn't stored yet: %s", error)
+                self.metrics.failed("keyspace_unsaved")
+            else:
+                self._unsaved.pop(keyspace_id, None)
 
     def _retire_older(self, newest: Keyspace) -> None:
         with self._lock:
@@ -377,6 +395,8 @@ class Runtime:
                 self._step_locked(events.TierAlive(Tier.NVME, True))
             rows = session_rows(self.machine, self._dirty_sessions)
             self._dirty_sessions.clear()
+        if self._unsaved:
+            self._save_keyspaces()
         if rows and self.hands.committer is not None:
             self.hands.committer.sessions(rows)
 

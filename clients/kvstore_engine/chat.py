@@ -58,6 +58,10 @@ def render(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Message]
         )
     except Exception as error:  # a template may raise anything, mostly about the order of roles
         raise InvalidField("messages", f"the chat template refuses them: {error}"[:300], "check roles") from None
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidField("messages", "hold half of a surrogate pair", "send whole Unicode characters") from None
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 

@@ -278,8 +278,11 @@ def check_end(end: EndEvent) -> None:
 
 
 def session_of(request: Request, body: ChatRequest) -> str:
-    """The session id: the header, else `user`, else none. Raises InvalidField when it's too long."""
-    session = request.headers.get("x-session-id") or body.user or ""
+    """The session id: the header, else `user`, else none. Raises InvalidField: too long, or not printable."""
+    header = request.headers.get("x-session-id", "").encode("latin-1").decode("utf-8", "replace")
+    session = header or body.user or ""
+    if not session.isprintable():
+        raise InvalidField("x-session-id", "holds characters that can't be printed", "use letters, digits, signs")
     if len(session) > SESSION_CHARS_MAX:
         raise InvalidField("x-session-id", "is too long", f"use up to {SESSION_CHARS_MAX} characters")
     return session

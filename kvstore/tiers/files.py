@@ -143,16 +143,14 @@ def probe_direct(folder: Path) -> bool:
 def _try_direct(path: Path) -> bool:
     file = OpenFile.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, direct=True)
     try:
-        with mmap.mmap(-1, 2 * DIRECT_ALIGN) as room:  # anonymous maps are aligned
-            whole = memoryview(room)
-            written, landed = whole[:DIRECT_ALIGN], whole[DIRECT_ALIGN:]
+        with (
+            mmap.mmap(-1, 2 * DIRECT_ALIGN) as room,  # anonymous maps are aligned
+            memoryview(room) as whole,
+            whole[:DIRECT_ALIGN] as written,
+            whole[DIRECT_ALIGN:] as landed,
+        ):
             written[:] = bytes(range(256)) * (DIRECT_ALIGN // 256)
             file.write([written], 0)
-            num_read = file.read([landed], 0)
-            same = num_read == DIRECT_ALIGN and written == landed
-            written.release()
-            landed.release()
-            whole.release()
-            return same
+            return file.read([landed], 0) == DIRECT_ALIGN and written == landed
     finally:
         file.close()

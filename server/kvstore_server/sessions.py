@@ -27,6 +27,8 @@ def session_id(value: str, field: str = "session_id") -> SessionId:
     """Raises InvalidField."""
     if not 0 < len(value) <= ID_MAX:
         raise InvalidField(field, f"{len(value)} characters", f"give 1 to {ID_MAX}")
+    if not value.isprintable():
+        raise InvalidField(field, "holds characters that can't be printed", "use letters, digits, signs")
     return SessionId(value)
 
 
