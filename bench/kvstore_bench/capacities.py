@@ -17,6 +17,8 @@ def parse_capacity(text: str, num_blocks: int, block_bytes: int) -> int:
     if match is None:
         raise TraceError("--capacity", f"can't read {text!r}", mend="use 5%, 4096 or 64GiB")
     value, unit = float(match.group(1)), match.group(2).lower()
+    if value <= 0:
+        raise TraceError("--capacity", f"{text!r} is no cache", mend="give more than 0")
     if unit == "%":
         return max(1, int(num_blocks * value / 100.0))
     if unit in ("", "blocks"):

@@ -64,6 +64,11 @@ class ServiceStore:
             self._connected()
 
     @property
+    def connected(self) -> bool:
+        """Did the service ever answer?"""
+        return self._client is not None
+
+    @property
     def available(self) -> bool:
         """Did the service answer lately?"""
         return self._client is not None and bool(self._client.health)

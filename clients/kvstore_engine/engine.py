@@ -143,6 +143,11 @@ class Engine:
 
     # ---- sessions
 
+    @property
+    def store(self) -> ContextStore:
+        """Where contexts are kept beyond the pool."""
+        return self._store
+
     def fork_session(self, parent: str, session: str) -> None:
         """Raises UnknownSession, InvalidField."""
         self.call(lambda scheduler: scheduler.turns.fork(parent, session))

@@ -65,7 +65,8 @@ def serve(config: EngineConfig) -> int:
         settings = uvicorn.Config(
             ChatServer(engine).app, log_level="warning", timeout_graceful_shutdown=SHUTDOWN_S, lifespan="off"
         )
-        store = config.store or "none"
+        away = isinstance(engine.store, ServiceStore) and not engine.store.connected
+        store = f"{config.store or 'none'}{' (away: computing, and trying again)' if away else ''}"
         print(f"kvstore engine: {config.name} at http://{host}:{port}/v1, store {store}", flush=True)
         uvicorn.Server(settings).run(sockets=[listening])
     return 0
