@@ -16,7 +16,7 @@ from kvstore.core.machine import Machine
 from kvstore.core.types import BlockHash, KeyspaceId, SessionId, Slot
 from kvstore.errors import InvalidField, KVStoreError
 from kvstore.tiers.datadir import DataDir
-from kvstore.tiers.index_lmdb import Entry, block_key
+from kvstore.tiers.index_lmdb import Entry
 from kvstore.tiers.shrink import shrink
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ def recover(
     entries = sorted(data.recover(progress), key=lambda e: e.record.depth)
     for start in range(0, len(entries), BATCH):
         _recover_blocks(entries[start : start + BATCH], keyspaces, step)
-    lost = [block_key(e.record.keyspace, e.record.hash) for e in entries if not _is_back(e, keyspaces, machine)]
+    lost = [e.key for e in entries if not _is_back(e, keyspaces, machine)]
     for start in range(0, len(lost), BATCH):
         data.index.commit(deletes=lost[start : start + BATCH])
     _recover_sessions(data, step)

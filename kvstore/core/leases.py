@@ -97,7 +97,3 @@ class LeaseTable:
             if lease is not None and lease.expires_ns <= now_ns:
                 found[lease_id] = lease
         return list(found.values())
-
-    def next_expiry_ns(self) -> int | None:
-        """When `expired` may next find something; None when there is no lease."""
-        return self._expiry[0][0] if self._leases and self._expiry else None

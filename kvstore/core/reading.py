@@ -8,6 +8,7 @@ from kvstore.core.commands import Acquired, LeaseEnded, Location, Prefetching, R
 from kvstore.core.events import Acquire, Detach, Prefetch, Release, Renew, Restore, RestoreDone
 from kvstore.core.leases import Lease
 from kvstore.core.moving import lose, promote, release_hold
+from kvstore.core.sessions import Session
 from kvstore.core.state import READY, FillOp, ReadOp, State
 from kvstore.core.tree import free_slot, live, match, refresh, unborrow
 from kvstore.core.types import LeaseId, OpId, Tier
@@ -148,16 +149,19 @@ def _end_read(s: State, op: ReadOp, now_ns: int) -> None:
 
 
 def on_prefetch(s: State, e: Prefetch, now_ns: int) -> None:
-    tip = live(get_session(s, e.session).tip)
-    s.out.append(Prefetching(promote(s, tip, now_ns) if tip is not None else 0))
+    s.out.append(Prefetching(_bring_up(s, get_session(s, e.session), now_ns)))
+
+
+def _bring_up(s: State, session: Session, now_ns: int) -> int:
+    """Start promotions of a session's context; returns how many blocks."""
+    tip = live(session.tip)
+    return promote(s, tip, now_ns) if tip is not None else 0
 
 
 def prefetch_due(s: State, now_ns: int) -> None:
     """Tick: bring up the contexts of agents that are about to come back."""
     for session in s.foresight.due(s.sessions, now_ns):
-        tip = live(session.tip)
-        if tip is not None:
-            promote(s, tip, now_ns)
+        _bring_up(s, session, now_ns)
 
 
 def on_detach(s: State, e: Detach, now_ns: int) -> None:

@@ -28,7 +28,6 @@ class Session:
         "num_requests",
         "output_tokens",
         "parent",
-        "policy_state",
         "since_ns",
         "space",
         "tip",
@@ -55,7 +54,6 @@ class Session:
         self.num_requests = 0
         self.output_tokens = -1
         """How many tokens the model wrote in the turn that just ended; -1 when nobody said."""
-        self.policy_state: object = None
 
     def note_request(self, now_ns: int) -> None:
         """Update pace on a new request (a turn start, or a tool's return)."""

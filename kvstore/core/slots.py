@@ -92,11 +92,6 @@ class SlotAllocator:
         """Bytes in used slots."""
         return sum(size * n for size, n in self.num_used.items())
 
-    @property
-    def num_free_segments(self) -> int:
-        """Segments that belong to no size class now."""
-        return len(self._free_segments)
-
     def is_free_segment(self, index: int) -> bool:
         """Does the segment serve no size class now?"""
         return index not in self._segments

@@ -54,9 +54,3 @@ def num_shared_maps(pid: int | str = "self") -> int:
     """Maps of arenas: memory objects shared between processes."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return sum("memfd:" in line or "/dev/shm/" in line for line in lines)
-
-
-def shared_bytes() -> int:
-    """Shared memory of the whole machine, in bytes."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Shmem:")) * 1024

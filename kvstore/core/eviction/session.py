@@ -105,7 +105,7 @@ class SessionActivity:
         return 0.0 if worth == NO_INDEX else 2.0 ** (worth / INDEX_STEPS)
 
     def worth(self, session: Session) -> int:
-        """What the session's context is worth now, in steps comparable with `victim_worth`."""
+        """What the session's context is worth now, in steps."""
         if session.activity == Activity.RUNNING:
             return RUNNING_INDEX
         wait = self._waits.get(session)
@@ -127,12 +127,6 @@ class SessionActivity:
             own = pace.worth
         top = self._heap.peek()
         return top is None or own >= top[0][0]
-
-    def victim_worth(self, now_ns: int) -> int:
-        """What evicting the victim would cost; NO_INDEX when it is worth nothing or there is none."""
-        self._advance(now_ns)
-        top = self._heap.peek()
-        return NO_INDEX if top is None else top[0][0]
 
     # ---- waits
 
