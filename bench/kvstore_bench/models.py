@@ -12,9 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore_bench.traces.errors import TraceError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "float8_e4m3fn": 1, "int8": 1}
+
+
+F64 = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +35,7 @@ class Model:
     basis: str
     """How the KV size came about, for the report."""
 
-    def prefill_flops(self, start: float, tokens: float) -> float:
+    def prefill_flops(self, start: F64, tokens: F64) -> F64:
         """FLOPs to prefill `tokens` tokens after `start` cached ones: weights, and attention by position."""
         pairs = tokens * start + tokens * tokens / 2.0
         return 2.0 * self.active_params * tokens + 4.0 * self.num_layers * self.hidden * pairs

@@ -127,9 +127,7 @@ class Planner:
 
     def _prefill_s(self, cached: F64, inputs: F64) -> F64:
         rest = np.maximum(inputs - cached, 1.0)
-        weights = 2.0 * self.model.active_params * rest
-        attention = 4.0 * self.model.num_layers * self.model.hidden * (rest * cached + rest * rest / 2.0)
-        return (weights + attention) / (self.hardware.gpu_flops * self.hardware.utilization)
+        return self.model.prefill_flops(cached, rest) / (self.hardware.gpu_flops * self.hardware.utilization)
 
     def grid(self) -> list[tuple[float, float]]:
         """(DRAM, NVMe) sizes to try."""
