@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import signature
+from pathlib import Path
 
 import pytest
 import torch
 
 from kvstore.errors import SetupError
+from kvstore_bench import demo, demo_script
 from kvstore_engine.chat import render
 from kvstore_engine.config import engine_config
 from kvstore_engine.engine import Engine
@@ -45,6 +48,15 @@ def test_it_answers_and_its_context_survives_eviction(model: LoadedModel) -> Non
         fresh = engine.generate(ids, GREEDY, use_cache=False, plan=again.plan)
         assert fresh.usage.cached_tokens == 0
         assert fresh.tokens == first.tokens
+
+
+def test_the_committed_sample_is_enough_for_the_demo(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(demo_script, "TRACE", tmp_path / "none")
+    usual = {name: known.default for name, known in signature(demo.run).parameters.items()}
+    scripts = demo_script.load_scripts(model.tokenizer, usual["agents"], usual["turns"], usual["context_tokens"])
+    assert len({tuple(script.calls[0].tokens) for script in scripts}) == usual["agents"]
 
 
 def test_it_agrees_with_transformers(model: LoadedModel) -> None:
