@@ -38,10 +38,14 @@ def read_jobs(jobs: Sequence[Job], obstacle: Obstacle) -> None:
         settle(job, found, "read from disk")
 
 
-def write_jobs(jobs: Sequence[Job], obstacle: Obstacle) -> None:
-    """Carry out copies from memory to files. Those whose source is wrong are left out."""
+def check_sources(jobs: Sequence[Job]) -> list[Job]:
+    """The first half of a copy from memory to a file: those whose source is right; the others have failed."""
     verified = zip(jobs, sums_of(jobs), strict=True)
-    good = [job for job, found in verified if settle(job, found, "in memory, before writing")]
+    return [job for job, found in verified if settle(job, found, "in memory, before writing")]
+
+
+def write_jobs(good: Sequence[Job], obstacle: Obstacle) -> None:
+    """The second half: carry out copies from memory to files, of checked sources."""
     plan = _plan(good)
     for job in good:
         if job.bounce is not None:

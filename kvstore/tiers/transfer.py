@@ -7,6 +7,9 @@ writes never take the last thread: a read starts at once however many writes run
 
     submit(copies) -> units of about `unit_bytes`, adjacent file places joined -> lane -> thread -> (file_)moves.py
 
+Writes are checked ahead, by few threads, while the others keep the disk busy. If each thread hashed what it writes,
+those whose requests end together would hash together, and the disk would wait for them (a fifth of its rate).
+
 Waiting is bounded: a full queue refuses at once, a deadline or `cancel` drops what hasn't started. A copy that
 already runs can't be called back; its memory stays in use until the transfer is done (`add_done_callback`), whoever
 gave up waiting.
@@ -24,7 +27,7 @@ from enum import IntEnum
 
 from kvstore.errors import InvalidField, KVStoreError, TierFull, TransferError, Unavailable
 from kvstore.tiers import native
-from kvstore.tiers.file_moves import read_jobs, write_jobs
+from kvstore.tiers.file_moves import check_sources, read_jobs, write_jobs
 from kvstore.tiers.moves import (
     Copy,
     CopyResult,
@@ -45,6 +48,8 @@ log = logging.getLogger(__name__)
 _UNIT_BYTES_MIN = 256 << 10
 _PIECE = 512
 """Copies in memory that are resolved at once."""
+CHECKERS = max(1, (os.cpu_count() or 1) // 4)
+"""Threads of a lane that check what will be written."""
 
 Move = Callable[[Sequence[Job], Obstacle], None]
 
@@ -127,29 +132,46 @@ class Transfer:
 class _Unit:
     """What one thread does without looking at the queue again."""
 
-    __slots__ = ("jobs", "move", "num_bytes", "priority", "transfer")
+    __slots__ = ("good", "jobs", "move", "num_bytes", "priority", "transfer", "unchecked")
 
     def __init__(self, transfer: Transfer, jobs: list[Job], move: Move, priority: Priority) -> None:
         self.transfer = transfer
-        self.jobs = jobs
+        self.jobs = self.good = jobs
         self.move = move
         self.priority = priority
         self.num_bytes = sum(job.copy.num_bytes for job in jobs)
+        self.unchecked = move is write_jobs
+
+    def check(self) -> None:
+        """First step of writes; never raises."""
+        self.unchecked = False
+        if self.transfer.obstacle() is not None:
+            return
+        try:
+            self.good = check_sources(self.jobs)
+        except Exception as error:
+            self._fail(error)
+            self.good = []
 
     def run(self) -> None:
         """Carry out; never raises, every job has a result afterwards."""
+        if self.unchecked:
+            self.check()
         try:
-            self.move(self.jobs, self.transfer.obstacle)
+            self.move(self.good, self.transfer.obstacle)
         except Exception as error:
-            log.exception("transfer failed unexpectedly")
-            fail_all(self.jobs, TransferError(f"unexpected: {error}"))
+            self._fail(error)
         self.transfer.take(self.jobs)
+
+    def _fail(self, error: Exception) -> None:
+        log.exception("transfer failed unexpectedly")
+        fail_all(self.jobs, TransferError(f"unexpected: {error}"))
 
 
 class _Rows:
     """A range of rows of a table."""
 
-    __slots__ = ("first", "last", "num_bytes", "priority", "transfer")
+    __slots__ = ("first", "last", "num_bytes", "priority", "transfer", "unchecked")
 
     def __init__(self, transfer: TableTransfer, first: int, last: int, num_bytes: int, priority: Priority) -> None:
         self.transfer = transfer
@@ -157,6 +179,10 @@ class _Rows:
         self.last = last
         self.num_bytes = num_bytes
         self.priority = priority
+        self.unchecked = False
+
+    def check(self) -> None:
+        """Nothing to do ahead."""
 
     def run(self) -> None:
         """Carry out; never raises."""
@@ -169,8 +195,8 @@ _Work = _Unit | _Rows
 class _Lane:
     """Threads behind one two-level queue. They start with the first work.
 
-    There is one thread more than `num_threads`: writes never take the last one, so a read starts at once, and with
-    reads it hashes while the others keep the disk busy.
+    There are more threads than `num_threads`: some check what will be written, and writes never take the last one, so a
+    read starts at once, and with reads it hashes while the others keep the disk busy.
     """
 
     def __init__(self, name: str, num_threads: int, max_queued_bytes: int) -> None:
@@ -181,8 +207,10 @@ class _Lane:
         self._queues: tuple[deque[_Work], deque[_Work]] = (deque(), deque())
         self._condition = threading.Condition()
         self._threads: list[threading.Thread] = []
+        self._checked: deque[_Work] = deque()
         self._num_idle = 0
         self._num_writing = 0
+        self._num_checking = 0
         self._closed = False
 
     def admit(self, num_bytes: int, priority: Priority) -> None:
@@ -211,18 +239,32 @@ class _Lane:
         _drop(units)
 
     def _start_threads(self, wanted: int) -> None:
-        for _ in range(min(wanted - self._num_idle, self.num_threads + 1 - len(self._threads))):
+        for _ in range(min(wanted - self._num_idle, self.num_threads + CHECKERS + 1 - len(self._threads))):
             thread = threading.Thread(target=self._loop, name=f"kvstore-{self.name}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
     def _loop(self) -> None:
         while (unit := self._next()) is not None:
-            unit.run()
-            if unit.priority is Priority.WRITE:
-                with self._condition:
-                    self._num_writing -= 1
+            if unit.unchecked:
+                unit.check()
+                self._hand_on(unit)
+            else:
+                unit.run()
+                if unit.priority is Priority.WRITE:
+                    with self._condition:
+                        self._num_writing -= 1
             del unit
+
+    def _hand_on(self, unit: _Work) -> None:
+        """A checked unit waits for its turn to be written. When the lane was closed since, it ends as cancelled."""
+        with self._condition:
+            self._num_checking -= 1
+            if not self._closed:
+                self._checked.append(unit)
+                self._condition.notify()
+                return
+        _drop([unit])
 
     def _next(self) -> _Work | None:
         with self._condition:
@@ -235,20 +277,35 @@ class _Lane:
                 self._num_idle -= 1
 
     def _pick(self) -> _Work | None:
-        for priority in Priority:
-            queue = self._queues[priority]
-            if queue and (priority is Priority.READ or self._num_writing < self.num_threads):
-                self._num_writing += priority
-                self.queued_bytes[priority] -= queue[0].num_bytes
-                return queue.popleft()
+        reads, writes = self._queues
+        if reads:
+            return self._take(reads)
+        if self._num_writing < self.num_threads:
+            queue = self._checked or (writes if writes and not writes[0].unchecked else None)
+            if queue:
+                self._num_writing += 1
+                self._condition.notify()
+                return self._take(queue)
+        if writes and writes[0].unchecked and self._may_check():
+            self._num_checking += 1
+            return writes.popleft()
         return None
+
+    def _take(self, queue: deque[_Work]) -> _Work:
+        unit = queue.popleft()
+        self.queued_bytes[unit.priority] -= unit.num_bytes
+        return unit
+
+    def _may_check(self) -> bool:
+        return self._num_checking < CHECKERS and len(self._checked) < self.num_threads
 
     def close(self, timeout: float) -> None:
         """Drop what waits, let what runs finish. Raises nothing; threads that hang in the kernel are left behind."""
         with self._condition:
             self._closed = True
-            dropped = [unit for queue in self._queues for unit in queue]
-            for queue in self._queues:
+            waiting = (*self._queues, self._checked)
+            dropped = [unit for queue in waiting for unit in queue]
+            for queue in waiting:
                 queue.clear()
             self.queued_bytes = [0, 0]
             self._condition.notify_all()
