@@ -259,7 +259,8 @@ def test_a_second_service_on_the_same_place_is_refused_in_one_line(
 
 def test_stop_is_clean_and_keeps_everything(service: ServiceProcess, client: Client) -> None:
     chain = offload(client, 8, 20, Durability.NVME)
+    epoch = client.boot_epoch
     assert service.stop(signal.SIGTERM) == 0
     service.start()
-    service.wait_attached(client, 0)
+    service.wait_attached(client, epoch)
     restored_equals(client, chain, 8)
