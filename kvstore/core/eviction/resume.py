@@ -26,7 +26,9 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 from math import exp, log, log2
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+from kvstore.core.eviction import learned
 
 Key: TypeAlias = tuple[object, ...]
 
@@ -50,6 +52,8 @@ COUNT_MAX = 1024.0
 INDEX_STEPS = 64
 NO_INDEX = -(1 << 30)
 ROWS_MAX = 1 << 17
+KEPT_ROWS_MAX = 1 << 12
+"""How many contexts, those with the most evidence first, are worth remembering over a restart."""
 REFRESH_BIN = 8
 """From this bin on (128 s) the index is made anew when a wait enters a bin."""
 FINE_BIN = 5
@@ -228,6 +232,47 @@ class ResumeModel:
         row = self._rows[(number, key)] = Row()
         return row
 
+    # ---- over a restart
+
+    def learned(self) -> dict[str, Any]:
+        """Counts and weights, for `learned.pack`. Waits that are running leave what they have shown so far."""
+        by_evidence = sorted(self._rows.items(), key=lambda item: -sum(item[1].exposed))[:KEPT_ROWS_MAX]
+        inner = slice(_PAD, _PAD + NUM_BINS)
+        return {
+            "bins": NUM_BINS,
+            "pool": [learned.trimmed(self._pool_events), learned.trimmed(self._pool_exposed)],
+            "weights": self._weights,
+            "rows": [
+                [number, list(key), learned.trimmed(row.events[inner]), learned.trimmed(row.exposed[inner])]
+                for (number, key), row in by_evidence
+                if any(row.exposed)
+            ],
+        }
+
+    def adopt(self, content: dict[str, Any]) -> None:
+        """Start from what `learned` gave. Call it before the first wait. Raises ValueError and changes nothing when
+        the content has another shape."""
+        weights = [learned.finite(row) for row in learned.as_list(content.get("weights"))]
+        if content.get("bins") != NUM_BINS or [len(row) for row in weights] != [NUM_BINS] * len(self._weights):
+            raise ValueError("what was learned has other bins or contexts than this version")
+        events, exposed = _pair(content.get("pool"))
+        rows = dict(self._adopted(entry) for entry in learned.as_list(content.get("rows"))[:ROWS_MAX])
+        self._pool_events, self._pool_exposed, self._weights, self._rows = events, exposed, weights, rows
+        for k in range(NUM_BINS):
+            self._pool_changed(k)
+        for k in range(NUM_BINS):
+            self._weigh(list(rows.values()), k)
+
+    def _adopted(self, entry: object) -> tuple[tuple[int, Key], Row]:
+        number, key, *both = learned.as_list(entry)
+        if not isinstance(number, int) or not 0 <= number < len(self._weights):
+            raise ValueError("what was learned names a context that isn't there")
+        events, exposed = _pair(both)
+        padding = [0.0] * _PAD
+        row = Row()
+        row.events, row.exposed = padding + events + padding, padding + exposed + padding
+        return (number, learned.key(key)), row
+
     # ---- learning
 
     def _enter(self, rows: list[Row], k: int) -> None:
@@ -284,6 +329,14 @@ class ResumeModel:
         for weights, row in zip(self._weights, rows, strict=True):
             mixed = [value + weight * sign for value, weight, sign in zip(mixed, weights, row.signs, strict=True)]
         return index_curve([hazard_of(value) for value in mixed], first)
+
+
+def _pair(value: object) -> tuple[list[float], list[float]]:
+    """[K] events and [K] exposures, each event with its exposure."""
+    events, exposed = (learned.counts(one, NUM_BINS) for one in learned.as_list(value))
+    if any(event > at_risk for event, at_risk in zip(events, exposed, strict=True)):
+        raise ValueError("what was learned counts more ends than waits")
+    return events, exposed
 
 
 def hazard_of(log_odds: float) -> float:

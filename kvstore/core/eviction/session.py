@@ -18,6 +18,7 @@ Not for: caches without sessions or prefixes; there it is leaf-first LRU at a hi
 from __future__ import annotations
 
 from kvstore.core.blocks import Block
+from kvstore.core.eviction import learned
 from kvstore.core.eviction.heap import BlockHeap
 from kvstore.core.eviction.resume import INDEX_STEPS, NO_INDEX, Key, ResumeModel, Wait
 from kvstore.core.eviction.shared import SharedPrefixes
@@ -128,6 +129,24 @@ class SessionActivity:
         top = self._heap.peek()
         return top is None or own >= top[0][0]
 
+    # ---- over a restart
+
+    def dump(self) -> bytes:
+        """What was learned of waits and arrivals; a few hundred kilobytes at most."""
+        return learned.pack(self.name, {"waits": self._model.learned(), "shared": self._shared.learned()})
+
+    def load(self, data: bytes) -> None:
+        """Start from a dump. Call it before anything else; raises ValueError, and the policy stays as it was, when the
+        data is damaged or of another version."""
+        content = learned.unpack(self.name, data)
+        waits, arrivals = content.get("waits"), content.get("shared")
+        if not isinstance(waits, dict) or not isinstance(arrivals, dict):
+            raise ValueError("what was learned lacks a part")
+        model, shared = ResumeModel(NUM_CONTEXTS), SharedPrefixes()
+        model.adopt(waits)
+        shared.adopt(arrivals)
+        self._model, self._shared = model, shared
+
     # ---- waits
 
     def _pace(self, session: Session) -> Pace:
@@ -212,4 +231,4 @@ def held(block: Block) -> bool:
 
 def session_keys(session: Session) -> list[Key]:
     """All keys that the session's own context may have used."""
-    return [(activity.value, id(session)) for activity in Activity]
+    return [(activity.value, session.id) for activity in Activity]

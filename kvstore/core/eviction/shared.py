@@ -11,10 +11,12 @@ Only blocks with two users or more are remembered, so the table stays small. A b
 from __future__ import annotations
 
 from heapq import heappop, heappush
+from typing import Any
 
 import numpy as np
 
 from kvstore.core.blocks import Block
+from kvstore.core.eviction import learned
 from kvstore.core.eviction.resume import EDGES_NS, NUM_BINS, index_curve
 from kvstore.core.sessions import Session
 
@@ -126,6 +128,24 @@ class SharedPrefixes:
         while k + 1 < NUM_BINS - 1 and EDGES_NS[k + 1] <= age:
             k += 1
         return self._curves[user_class(users.num)][k]
+
+    def learned(self) -> dict[str, Any]:
+        """Counts of arrivals, for `learned.pack`."""
+        return {"arrivals": self._num_arrivals, "events": self._events.tolist(), "exposed": self._exposed.tolist()}
+
+    def adopt(self, content: dict[str, Any]) -> None:
+        """Start from what `learned` gave. Raises ValueError and changes nothing when it has another shape."""
+        events, exposed = (
+            np.array([learned.counts(row, NUM_BINS) for row in learned.as_list(content.get(name))])
+            for name in ("events", "exposed")
+        )
+        num = content.get("arrivals")
+        if events.shape != self._events.shape or exposed.shape != events.shape or not isinstance(num, int) or num < 0:
+            raise ValueError("what was learned of shared prefixes has another shape than in this version")
+        self._events, self._exposed, self._num_arrivals = events, exposed, num
+        if num >= REFRESH_ARRIVALS:
+            self._refresh_at = num + max(REFRESH_ARRIVALS, num // 8)
+            self._refresh()
 
     def _refresh(self) -> None:
         pool_events, pool_exposed = self._events.sum(axis=0), self._exposed.sum(axis=0)

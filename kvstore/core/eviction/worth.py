@@ -79,7 +79,7 @@ def contexts(session: Session, pace: Pace, now_ns: int) -> list[Key]:
         (stop, count),
         (stop, output),
         (stop, octave(pace.length, 2)),
-        (stop, id(session)),
+        (stop, session.id),
         (octave(pace.length - known), octave(known, 2)),
         (fine, count),
         (stop, session.tool, expected),
