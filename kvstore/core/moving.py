@@ -10,7 +10,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 
 from kvstore.core.blocks import Block, Residency, Share
@@ -54,6 +54,27 @@ def make_room(s: State, pool: Pool, share: Share, now_ns: int) -> Room:
     if pool.num_draining or pool.num_cleaning or clean(s, pool, now_ns, force=True):
         return Room.LATER
     return Room.FREE if _drop_dirty(s, pool, share, now_ns) and _has_room(pool, share) else Room.NONE
+
+
+def take_slots(
+    s: State, pool: Pool, share: Share, count: int, now_ns: int, admits: Callable[[int], bool] | None
+) -> list[Slot]:
+    """As many slots for a run of blocks as can be had at once, at most `count`: free ones, then those of victims,
+    handed over as they are. May stop early; `make_room` knows all ways."""
+    if pool.quotas or pool.config.durable:
+        return []
+    slots = pool.slots.allocate_many(share.size_class, count)
+    if len(slots) == count or share not in pool.policies:
+        return slots
+    policy, candidates = pool.policies[share], pool.num_candidates
+    while len(slots) < count and candidates[share]:
+        if admits is not None and not admits(now_ns):
+            break
+        victim = policy.victim(now_ns)
+        if victim is None:
+            break
+        slots.append(drop(s, victim, pool, now_ns, "evicted", keep_slot=True))
+    return slots
 
 
 def _has_room(pool: Pool, share: Share) -> bool:

@@ -117,6 +117,13 @@ class SlotAllocator:
         self._taken(index, segment, own)
         return Slot(slot)
 
+    def allocate_many(self, size_class: int, count: int) -> list[Slot]:
+        """The slots that `count` calls of `allocate` would give, less those that would give none."""
+        slots: list[Slot] = []
+        while len(slots) < count and (slot := self.allocate(size_class)) is not None:
+            slots.append(slot)
+        return slots
+
     def _taken(self, index: int, segment: _Segment, own: _SizeClass) -> None:
         if segment.num_used == segment.num_slots:
             del own.partial[index]

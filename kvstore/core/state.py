@@ -6,7 +6,7 @@ sessions -> tips;   leases -> deepest blocks;   operations -> held slots
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -216,7 +216,7 @@ Op = FillOp | ReadOp | MoveOp | UnpublishOp | SyncOp
 
 @dataclass(slots=True)
 class Waiter:
-    """A Reserve that waits for room: `pending` are the positions without a slot yet."""
+    """A Reserve, maybe waiting for room. Positions count from `first`."""
 
     request: int
     op_id: OpId
@@ -224,8 +224,8 @@ class Waiter:
     first: int
     statuses: list[ReserveStatus]
     slots: list[Slot]
-    pending: deque[int]
     deadline_ns: int
+    num_decided: int = 0
 
 
 @dataclass(slots=True)

@@ -74,7 +74,7 @@ def update_visibility(s: State, block: Block) -> None:
 
 def evictable(pool: Pool, block: Block, residency: Residency) -> bool:
     """May this copy go? Yes when another READY copy keeps the block readable; a last copy only if nothing needs it."""
-    if residency.state is not READY or residency.holds or residency.num_kids:
+    if residency.num_kids or residency.holds or residency.state is not READY:
         return False
     for other in block.residencies:
         if other is not None and other is not residency and other.state is READY:
@@ -191,14 +191,27 @@ def drop(s: State, block: Block, pool: Pool, now_ns: int, reason: str, keep_slot
             above.num_kids -= 1
         inherit(parent, block)
     if has_copies(block):
-        note_ghost(s, block, now_ns)
-        update_visibility(s, block)
+        if was_ready and not readable(block):
+            note_ghost(s, block, now_ns)
+            update_visibility(s, block)
         refresh(s, block, now_ns)
         if parent is not None:
             refresh(s, parent, now_ns)
-    else:
+    elif parent is None or block.kids or s.ghosts or not has_copies(parent):
         _forget(s, block, now_ns)
+    else:  # a leaf below a block that stays: nearly always so
+        block.visible = False
+        _unlink(s, block, parent)
+        refresh(s, parent, now_ns)
     return residency.slot
+
+
+def _unlink(s: State, block: Block, parent: Block) -> None:
+    """A block leaves the table; what ended there ends at its parent."""
+    s.space_list[block.space].blocks.pop(block.hash, None)
+    parent.kids.remove(block)
+    parent.num_tips += block.num_tips
+    parent.leases += block.leases
 
 
 def has_copies(block: Block) -> bool:
@@ -285,12 +298,10 @@ def _forget(s: State, block: Block, now_ns: int) -> None:
             return
         if s.ghosts:
             s.ghosts.pop(block, None)
-        s.space_list[block.space].blocks.pop(block.hash, None)
         if parent is None:
+            s.space_list[block.space].blocks.pop(block.hash, None)
             return
-        parent.kids.remove(block)
-        parent.num_tips += block.num_tips
-        parent.leases += block.leases
+        _unlink(s, block, parent)
         if has_copies(parent):
             refresh(s, parent, now_ns)
             return
@@ -306,14 +317,19 @@ def link(space: Space, block_hash: BlockHash, parent: Block | None) -> Block:
     if block is None:
         block = space.blocks[block_hash] = Block(block_hash, parent, space.index, space.share)
         if parent is not None:
-            kids = parent.kids
-            if isinstance(kids, set):
-                kids.add(block)
-            else:
-                kids.append(block)
-                if len(kids) > MANY_KIDS:
-                    parent.kids = set(kids)
+            add_kid(parent, block)
     return block
+
+
+def add_kid(parent: Block, block: Block) -> None:
+    """A new block below another."""
+    kids = parent.kids
+    if isinstance(kids, set):
+        kids.add(block)
+    else:
+        kids.append(block)
+        if len(kids) > MANY_KIDS:
+            parent.kids = set(kids)
 
 
 def live(block: Block | None) -> Block | None:

@@ -7,16 +7,18 @@ a whole.
 
 from __future__ import annotations
 
-from collections import deque
+import functools
+from collections.abc import Callable
 from itertools import islice
 
 from kvstore.core.activity import set_tip, still_open, touch
-from kvstore.core.blocks import Block
+from kvstore.core.blocks import Block, Residency
 from kvstore.core.commands import Adopted, Borrowed, Persisted, Reserved, ReserveStatus, Sealed, Sync
 from kvstore.core.events import Adopt, Borrow, GiveBack, Persist, Reserve, Seal, SyncDone
-from kvstore.core.moving import Room, clean, make_room
+from kvstore.core.moving import Room, clean, make_room, take_slots
+from kvstore.core.sessions import Session
 from kvstore.core.state import FILLING, READY, FillOp, PersistWait, Pool, Space, State, SyncOp, Waiter
-from kvstore.core.tree import borrow, drop, free_slot, link, live, make_ready, place, refresh, unborrow
+from kvstore.core.tree import add_kid, borrow, drop, free_slot, link, live, make_ready, place, refresh, unborrow
 from kvstore.core.types import Durability, OpId, Slot, Tier
 from kvstore.errors import InvalidField, LeaseExpired, LimitExceeded
 
@@ -33,9 +35,8 @@ def on_reserve(s: State, e: Reserve, now_ns: int) -> None:
     session = s.sessions.get(e.session) if e.session is not None else None
     op = FillOp(e.owner, space, pool, session, now_ns + min(e.ttl_ns, s.limits.lease_ttl_ns_max))
     op_id = s.new_op(op)
-    w = Waiter(e.request, op_id, e.hashes, e.first, [], [], deque(), now_ns + e.wait_ns)
     count = len(e.hashes) - e.first
-    w.statuses, w.slots, w.pending = [FULL] * count, [NO_SLOT] * count, deque(range(count))
+    w = Waiter(e.request, op_id, e.hashes, e.first, [FULL] * count, [NO_SLOT] * count, now_ns + e.wait_ns)
     if _advance(s, w, op, now_ns) == Room.LATER and e.wait_ns > 0:
         if len(s.waiters) >= s.limits.num_waiters:
             _answer(s, w)
@@ -54,46 +55,81 @@ def _pool(s: State, tier: Tier) -> Pool:
 
 
 def _advance(s: State, w: Waiter, op: FillOp, now_ns: int) -> Room:
-    """Decide as many pending positions as can be decided now, in path order. LATER when one waits for I/O."""
-    blocks = op.space.blocks
-    parent = blocks.get(w.hashes[w.first + w.pending[0] - 1]) if w.pending and w.first + w.pending[0] else None
+    """Decide as many positions as can be decided now, in path order. LATER when one waits for I/O."""
+    blocks, hashes, end = op.space.blocks, w.hashes, len(w.hashes)
+    at = w.first + w.num_decided
+    parent = blocks.get(hashes[at - 1]) if 0 < at < end else None
     mine = False  # the parent was granted just now: it can't go
-    while w.pending:
-        at = w.pending[0]
-        if w.first + at and not mine and not _has_copy(parent):
-            for rest in w.pending:
-                w.statuses[rest] = NO_PARENT
-            w.pending.clear()
-            return Room.FREE
-        block_hash = w.hashes[w.first + at]
-        block = blocks.get(block_hash)
+    while at < end:
+        if at and not mine and not _has_copy(parent):
+            _decide(w, [NO_PARENT] * (end - at))
+            break
+        block = blocks.get(hashes[at])
         status = _standing(block) if block is not None else None
-        mine = mine and status is None
-        if status is None:
+        if status is not None:
+            _decide(w, [status])
+            mine = False
+        else:
             if not _admits(op, now_ns):
-                w.pending.clear()  # the rest stays FULL
-                return Room.FREE
+                _decide(w, [FULL] * (end - at))
+                break
             room = make_room(s, op.pool, op.space.share, now_ns)
             if room != Room.FREE:
                 return room
-            if w.first + at and not mine and not _has_copy(parent):
+            if at and not mine and not _has_copy(parent):
                 continue  # making room took it
-            block = _grant(s, w, op, at, parent, now_ns)
-            status, mine = GRANTED, True
-        w.statuses[at] = status
-        w.pending.popleft()
+            block = _grant(s, w, op, parent, now_ns)
+            block = _grant_run(s, w, op, block, now_ns)
+            mine = True
         parent = block
+        at = w.first + w.num_decided
     return Room.FREE
+
+
+def _decide(w: Waiter, statuses: list[ReserveStatus]) -> None:
+    w.statuses[w.num_decided : w.num_decided + len(statuses)] = statuses
+    w.num_decided += len(statuses)
 
 
 def _admits(op: FillOp, now_ns: int) -> bool:
     """Is a new block of this session worth more than what it would push out of the last tier? Policies that can't tell
     say yes."""
-    pool, share = op.pool, op.space.share
-    if pool.sink is not None or op.session is None or pool.slots.num_free(share.size_class):
-        return True
-    admits = getattr(pool.policy(share), "admits", None)
-    return admits is None or bool(admits(op.session, now_ns))
+    asked = _admission(op)
+    return asked is None or bool(op.pool.slots.num_free(op.space.slot_bytes)) or asked(now_ns)
+
+
+def _admission(op: FillOp) -> Callable[[int], bool] | None:
+    """Whom to ask, by the time, whether a block of the operation may push out another; None when it may."""
+    session = op.session
+    if op.pool.sink is not None or session is None:
+        return None
+    admits: Callable[[Session, int], bool] | None = getattr(op.pool.policy(op.space.share), "admits", None)
+    return None if admits is None else functools.partial(admits, session)
+
+
+def _grant_run(s: State, w: Waiter, op: FillOp, parent: Block, now_ns: int) -> Block:
+    """Grant what follows a block granted just now, as long as nobody has heard of it and slots are to be had at once.
+    Returns the last block granted."""
+    space, tier, session = op.space, op.pool.tier, op.session
+    blocks, hashes, share = space.blocks, w.hashes, space.share
+    first = last = w.first + w.num_decided
+    while last < len(hashes) and hashes[last] not in blocks:
+        last += 1
+    slots = take_slots(s, op.pool, share, last - first, now_ns, _admission(op))
+    copy = parent.residencies[tier]
+    for at, slot in enumerate(slots, first):
+        assert copy is not None
+        copy.num_kids += 1
+        block = blocks[hashes[at]] = Block(hashes[at], parent, space.index, share)
+        add_kid(parent, block)
+        block.last_access_ns = now_ns
+        block.last_session = session
+        copy = block.residencies[tier] = Residency(slot, FILLING, w.op_id)
+        op.blocks[block.hash] = parent = block
+    op.pool.num_filling += len(slots)
+    w.slots[w.num_decided : w.num_decided + len(slots)] = slots
+    _decide(w, [GRANTED] * len(slots))
+    return parent
 
 
 def _has_copy(block: Block | None) -> bool:
@@ -108,16 +144,17 @@ def _standing(block: Block) -> ReserveStatus | None:
     return IN_FLIGHT if states else None
 
 
-def _grant(s: State, w: Waiter, op: FillOp, at: int, parent: Block | None, now_ns: int) -> Block:
+def _grant(s: State, w: Waiter, op: FillOp, parent: Block | None, now_ns: int) -> Block:
     slot = op.pool.slots.allocate(op.space.slot_bytes)
     assert slot is not None
-    block = link(op.space, w.hashes[w.first + at], parent)
+    block = link(op.space, w.hashes[w.first + w.num_decided], parent)
     block.last_access_ns = now_ns
     if op.session is not None:
         block.last_session = op.session
     place(s, block, op.pool, slot, w.op_id, now_ns)
     op.blocks[block.hash] = block
-    w.slots[at] = slot
+    w.slots[w.num_decided] = slot
+    _decide(w, [GRANTED])
     return block
 
 
