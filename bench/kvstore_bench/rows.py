@@ -18,6 +18,15 @@ from rich.table import Table
 EXIT_OK, EXIT_MISSED, EXIT_INVALID = 0, 1, 2
 
 
+MEASURED = ("s", "ms", "us", "GB/s", "GiB/s", "MB/s", "share", "x", "tokens/s", "USD", "times", "")
+"""Units of what is measured rather than counted: always with decimals."""
+
+
+def figure(value: float, unit: str) -> str:
+    """A value as people read it: counts whole, measured values with two decimals."""
+    return f"{value:,.0f}" if unit not in MEASURED and float(value).is_integer() else f"{value:.2f}"
+
+
 @dataclass(frozen=True)
 class Row:
     """One figure. `lower_is_better` turns the goal round: then it's a maximum."""
@@ -38,7 +47,7 @@ class Row:
     @property
     def text(self) -> str:
         """Value and unit, or why there is none."""
-        return f"{self.value:.2f} {self.unit}" if self.value is not None else self.note
+        return f"{figure(self.value, self.unit)} {self.unit}" if self.value is not None else self.note
 
     @property
     def ok(self) -> bool | None:
@@ -65,12 +74,17 @@ def show(console: Console, title: str, rows: Sequence[Row]) -> None:
     for name in ("path", "achieved", "limit", "ratio", "goal", ""):
         table.add_column(name, justify="left" if name in ("path", "") else "right")
     for row in rows:
-        limit = "" if row.limit is None else f"{row.limit:.2f}"
+        limit = "" if row.limit is None else figure(row.limit, row.unit)
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-        goal = "" if row.goal is None else f"{'<=' if row.lower_is_better else '>='} {row.goal:.2f}"
+        goal = "" if row.goal is None else f"{'<=' if row.lower_is_better else '>='} {_goal(row)}"
         mark = {True: "[green]ok[/]", False: "[red]missed[/]", None: ""}[row.ok]
         table.add_row(row.name, row.text, limit, ratio, goal, mark)
     console.print(table)
+
+
+def _goal(row: Row) -> str:
+    """A goal stands for a ratio where there is a limit, else for a value."""
+    return figure(row.goal or 0.0, "" if row.limit is not None else row.unit)
 
 
 def write_json(path: Path, rows: Sequence[Row]) -> None:
