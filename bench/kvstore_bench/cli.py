@@ -8,32 +8,23 @@ Input errors are one line on stderr and exit status 2; a promise that doesn't ho
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from kvstore_bench.capacities import parse_capacity
 from kvstore_bench.hardware import load_hardware
 from kvstore_bench.models import load_model
-from kvstore_bench.rows import Row, exit_code, row, write_json
+from kvstore_bench.rows import write_json
+from kvstore_bench.terminal import Asked, describe, finished_points, out, progress, read, said
 from kvstore_bench.traces.errors import TraceError
-from kvstore_bench.traces.load import FORMATS, load
-from kvstore_bench.traces.model import Trace
+from kvstore_bench.traces.load import FORMATS
 from kvstore_bench.traces.options import HOUR_S, ReadOptions
+from kvstore_bench.traces.split import CHOICES, only
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
-out = Console()
-err = Console(stderr=True)
-
-F = TypeVar("F", bound=Callable[..., Any])
-NEVER_BELOW = -0.003
-"""Share of tokens by which `session` may fall behind leaf-first LRU."""
+SEEDS_MAX = 100
+GAP_MEND = "leave --policy and --html out"
 
 Traces = Annotated[list[Path], typer.Option("--trace", "-t", help="trace file, folder or archive; may be repeated")]
 Capacities = Annotated[list[str], typer.Option("--capacity", "-c", help="5%, 4096 (blocks) or 64GiB (with --model)")]
@@ -48,57 +39,43 @@ ModelName = Annotated[str, typer.Option("--model", help="preset or path to confi
 KvDtype = Annotated[str, typer.Option("--kv-dtype", help="KV dtype when it isn't the weights'")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="write rows for machines here")]
 HtmlFile = Annotated[Path | None, typer.Option("--html", help="write a self-contained report here")]
+Losses = Annotated[bool, typer.Option("--losses", help="where the misses come from, beside the optimum's")]
+Sessions = Annotated[str, typer.Option("--sessions", help="all, even, odd, or several: even,odd")]
+Seeds = Annotated[str, typer.Option("--seeds", help="several seeds, each a case of its own: 7,8,9 or 7-9")]
+Resume = Annotated[Path | None, typer.Option("--resume", help="keep finished points here, and go on from them")]
 
 
-def said(function: F) -> F:
-    """Turn input errors into one line and exit status 2."""
-
-    @wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except TraceError as error:
-            err.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-            raise typer.Exit(2) from None
-        except OSError as error:
-            err.print(f"error: {error.filename}: {error.strerror}", style="red", markup=False, soft_wrap=True)
-            raise typer.Exit(2) from None
-        except KeyboardInterrupt:
-            err.print("interrupted")
-            raise typer.Exit(130) from None
-
-    return wrapper  # type: ignore[return-value]
-
-
-def progress() -> Progress:
-    """Bars on stderr, gone when done."""
-    text = TextColumn("{task.description}")
-    columns = (SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=err, transient=True)
+def asked_for(
+    options: ReadOptions,
+    form: str,
+    lenient: bool,
+    model: str,
+    kv_dtype: str,
+    seeds: str = "",
+    sessions: str = "all",
+    resume: Path | None = None,
+) -> Asked:
+    """Check what was asked. Raises TraceError that names the option."""
+    token_bytes = load_model(model, kv_dtype).kv_bytes_per_token if model else 0
+    halves = tuple(dict.fromkeys(word.strip() for word in sessions.split(",")))
+    for word in halves:
+        if word not in CHOICES:
+            raise TraceError("--sessions", f"{word!r} is unknown", mend=f"use {', '.join(CHOICES)}, or even,odd")
+    return Asked(options, form, lenient, parse_seeds(seeds), halves, resume, token_bytes)
 
 
-def read(path: Path, options: ReadOptions, form: str, lenient: bool) -> Trace:
-    """Load one trace with a bar, and say what was skipped or assumed."""
-    with progress() as bar:
-        task = bar.add_task(f"reading {path.name}", total=None)
-        trace = load(
-            path, options, form=form, lenient=lenient, progress=lambda count: bar.update(task, completed=count)
-        )
-    if trace.skipped:
-        err.print(f"{path}: skipped {trace.skipped} bad records", markup=False)
-    for note in trace.notes:
-        err.print(f"{path}: {note}", style="yellow", markup=False, soft_wrap=True)
-    return trace
-
-
-def describe(trace: Trace) -> str:
-    """One line on a trace."""
-    hours = float(trace.times_ns[-1]) / 3.6e12
-    return (
-        f"{trace.num_requests:,} requests of {trace.num_sessions:,} sessions over {hours:.1f} h, "
-        f"{trace.num_references:,} block references, "
-        f"{trace.num_blocks:,} distinct blocks of {trace.block_tokens} tokens"
-    )
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """`7,8,9`, `7-9` or both. Raises TraceError."""
+    seeds: list[int] = []
+    for word in filter(None, (word.strip() for word in text.split(","))):
+        first, _, last = word.partition("-")
+        if not first.isdigit() or not (last or first).isdigit() or len(word) > 12:
+            raise TraceError("--seeds", f"can't read {word!r}", mend="use 7,8,9 or 7-9")
+        found = range(int(first), int(last or first) + 1)
+        if not 0 < len(found) <= SEEDS_MAX:
+            raise TraceError("--seeds", f"{word!r} is {len(found)} seeds", mend=f"name 1 to {SEEDS_MAX}")
+        seeds += found
+    return tuple(dict.fromkeys(seeds))
 
 
 @app.command()
@@ -115,12 +92,19 @@ def hitrate(
     lenient: Lenient = False,
     model: ModelName = "",
     kv_dtype: KvDtype = "",
+    losses: Losses = False,
+    sessions: Sessions = "all",
+    seeds: Seeds = "",
+    resume: Resume = None,
     json: JsonFile = None,
     html: HtmlFile = None,
 ) -> None:
     """Hit rates by policy and capacity: blocks, and tokens saved (only the leading run of a request counts)."""
+    from kvstore_bench.swept import sweep_command
+
     options = ReadOptions(span_hours * HOUR_S, seed, block_tokens, tokenizer)
-    sweep_command(trace, policy, capacity, options, form, lenient, model, kv_dtype, json, html)
+    asked = asked_for(options, form, lenient, model, kv_dtype, seeds, sessions, resume)
+    sweep_command(trace, check_policies(policy), capacity, asked, losses, json, html)
 
 
 @app.command()
@@ -140,15 +124,24 @@ def compare(
     lenient: Lenient = False,
     model: ModelName = "",
     kv_dtype: KvDtype = "",
+    losses: Losses = False,
+    sessions: Sessions = "all",
+    seeds: Seeds = "",
+    resume: Resume = None,
     json: JsonFile = None,
     html: HtmlFile = None,
 ) -> None:
     """Policies side by side over capacities."""
+    from kvstore_bench.closed import gap_command
+    from kvstore_bench.swept import sweep_command
+
     options = ReadOptions(span_hours * HOUR_S, seed, block_tokens, tokenizer)
-    if gap_closed:
-        gap_command(trace, capacity, options, form, lenient, model, kv_dtype, json)
-    else:
-        sweep_command(trace, policy, capacity, options, form, lenient, model, kv_dtype, json, html)
+    asked = asked_for(options, form, lenient, model, kv_dtype, seeds, sessions, resume)
+    if not gap_closed:
+        return sweep_command(trace, check_policies(policy), capacity, asked, losses, json, html)
+    if policy != ["all"] or html is not None:
+        raise TraceError("--gap-closed", "compares its own four policies, on the terminal and in --json", mend=GAP_MEND)
+    gap_command(trace, capacity, asked, losses, json)
 
 
 @app.command()
@@ -166,6 +159,8 @@ def plan(
     tokenizer: Tokenizer = "",
     lenient: Lenient = False,
     kv_dtype: KvDtype = "",
+    sessions: Sessions = "all",
+    resume: Resume = None,
     json: JsonFile = None,
     html: HtmlFile = None,
 ) -> None:
@@ -177,16 +172,17 @@ def plan(
     options = ReadOptions(span_hours * HOUR_S, seed, block_tokens, tokenizer)
     known_model, node = load_model(model, kv_dtype), load_hardware(hardware)
     check_policies([policy])
-    loaded = read(trace, options, form, lenient)
-    planner = Planner(Simulator(loaded), known_model, node, policy)
-    with progress() as bar:
+    loaded = only(read(trace, options, form, lenient), sessions)
+    with finished_points(resume) as kept, progress() as bar:
+        planner = Planner(Simulator(loaded, kept), known_model, node, policy)
         task = bar.add_task("planning", total=len(planner.grid()))
         result = decide(list(planner.evaluate(lambda: bar.advance(task))), planner, target_ttft)
+        page = plan_page(result, planner, describe(loaded)) if html is not None else None
     print_plan(out, result, planner, describe(loaded))
     if json is not None:
         write_json(json, plan_rows(result))
-    if html is not None:
-        html.write_text(plan_page(result, planner, describe(loaded)).render(), encoding="utf-8")
+    if html is not None and page is not None:
+        html.write_text(page.render(), encoding="utf-8")
 
 
 @app.command()
@@ -200,11 +196,12 @@ def convert(
     block_tokens: Tokens = 0,
     tokenizer: Tokenizer = "",
     lenient: Lenient = False,
+    sessions: Sessions = "all",
 ) -> None:
     """Any readable trace to the own format."""
     from kvstore_bench.traces.own import write_file
 
-    loaded = read(trace, ReadOptions(span_hours * HOUR_S, seed, block_tokens, tokenizer), form, lenient)
+    loaded = only(read(trace, ReadOptions(span_hours * HOUR_S, seed, block_tokens, tokenizer), form, lenient), sessions)
     with progress() as bar:
         task = bar.add_task(f"writing {output.name}", total=loaded.num_requests)
         write_file(loaded, output, lambda: bar.advance(task))
@@ -245,89 +242,6 @@ def check_policies(names: list[str]) -> list[str]:
             known = ", ".join(POLICIES + MACHINE_POLICIES)
             raise TraceError("--policy", f"unknown policy {name!r}", mend=f"use {known}")
     return names
-
-
-def sweep_command(
-    traces: list[Path],
-    policies: list[str],
-    capacities: list[str],
-    options: ReadOptions,
-    form: str,
-    lenient: bool,
-    model: str,
-    kv_dtype: str,
-    json: Path | None,
-    html: Path | None,
-) -> None:
-    """Points of all traces: table, rows, page."""
-    from kvstore_bench.swept import print_points, sweep_page, sweep_points
-
-    names = check_policies(policies)
-    token_bytes = load_model(model, kv_dtype).kv_bytes_per_token if model else 0
-    page = None
-    rows: list[Row] = []
-    for path in traces:
-        trace = read(path, options, form, lenient)
-        sizes = [parse_capacity(text, trace.num_blocks, token_bytes * trace.block_tokens) for text in capacities]
-        with progress() as bar:
-            task = bar.add_task(f"simulating {trace.name}", total=len(names) * len(sizes))
-            points = sweep_points(trace, names, sizes, partial(bar.advance, task))
-        print_points(out, trace, describe(trace), points, capacities)
-        rows += [
-            row(f"{trace.name}/{p.policy}/{text}/{what}", value, "share")
-            for text, at in zip(capacities, sizes, strict=True)
-            for p in points
-            if p.capacity == at
-            for what, value in (("tokens", p.tokens), ("blocks", p.blocks))
-        ]
-        if html is not None:
-            page = sweep_page(page, trace, describe(trace), points, sizes)
-    if json is not None:
-        write_json(json, rows)
-    if html is not None and page is not None:
-        html.write_text(page.render(), encoding="utf-8")
-
-
-def gap_command(
-    traces: list[Path],
-    capacities: list[str],
-    options: ReadOptions,
-    form: str,
-    lenient: bool,
-    model: str,
-    kv_dtype: str,
-    json: Path | None,
-) -> None:
-    """The share of the distance to the optimum, one line per trace, with and without ends signalled."""
-    from kvstore_bench.sweep import Simulator, gap_closed
-
-    token_bytes = load_model(model, kv_dtype).kv_bytes_per_token if model else 0
-    rows: list[Row] = []
-    for path in traces:
-        trace = read(path, options, form, lenient)
-        simulator = Simulator(trace)
-        table = Table(title=f"{trace.name}: {describe(trace)}", title_justify="left")
-        for head in ("capacity", "leaf-lru", "session", "+ends", "optimum", "closed", "closed, +ends"):
-            table.add_column(head, justify="right")
-        for text in capacities:
-            size = parse_capacity(text, trace.num_blocks, token_bytes * trace.block_tokens)
-            lru, mine, ends, best = (
-                simulator.point(name, size).tokens for name in ("leaf-lru", "session", "session+ends", "optimum")
-            )
-            shares = [gap_closed(lru, best, value) for value in (mine, ends)]
-            table.add_row(text, *(f"{v:.1%}" for v in (lru, mine, ends, best)), *map(percent, shares))
-            rows.append(row(f"{trace.name}/{text}/closed", shares[0], "share"))
-            rows.append(row(f"{trace.name}/{text}/closed+ends", shares[1], "share"))
-            rows.append(row(f"{trace.name}/{text}/session-minus-lru", mine - lru, "share", goal=NEVER_BELOW))
-        out.print(table)
-    if json is not None:
-        write_json(json, rows)
-    if code := exit_code(rows):
-        raise typer.Exit(code)
-
-
-def percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
 
 
 if __name__ == "__main__":

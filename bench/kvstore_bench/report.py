@@ -50,6 +50,9 @@ class Page:
     def heading(self, text: str) -> None:
         self.parts.append(f"<h2>{html.escape(text)}</h2>")
 
+    def subheading(self, text: str) -> None:
+        self.parts.append(f"<h3>{html.escape(text)}</h3>")
+
     def text(self, text: str) -> None:
         self.parts.append(f"<p>{html.escape(text)}</p>")
 

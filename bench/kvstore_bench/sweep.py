@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -21,6 +21,8 @@ from kvstore.core.eviction import POLICIES as CORE_POLICIES
 from kvstore_bench.flat import bounds, classic
 from kvstore_bench.flat.learned import session_hits
 from kvstore_bench.flat.runs import leading_runs
+from kvstore_bench.losses import Lost, causes, lost
+from kvstore_bench.points import Kept, Point, point_key, trace_digest
 from kvstore_bench.replay import replay_machine
 from kvstore_bench.traces.model import Trace
 
@@ -48,24 +50,19 @@ MACHINE_POLICIES = tuple(MACHINE + name for name in CORE_POLICIES)
 DEFAULT_POLICIES = ("infinite", "optimum", "session", "session+ends", "leaf-lru")
 
 
-@dataclass(slots=True)
-class Point:
-    """One policy at one capacity. `seconds` is the time the simulation took, 0 where it came from a shared pass."""
-
-    policy: str
-    capacity: int
-    blocks: float
-    tokens: float
-    seconds: float = 0.0
-    runs: I64 = field(default_factory=lambda: np.zeros(0, np.int64), repr=False)
-    """[num_requests] leading blocks found."""
-
-
 @dataclass
 class Simulator:
-    """Simulations of one trace; shared passes (stack distances, next uses) are made once."""
+    """Simulations of one trace; shared passes (stack distances, next uses) are made once.
+
+    With `kept`, points that were finished before are taken from there, and new ones go there.
+    """
 
     trace: Trace
+    kept: Kept | None = None
+
+    @cached_property
+    def digest(self) -> str:
+        return trace_digest(self.trace)
 
     @cached_property
     def distances(self) -> npt.NDArray[np.int32]:
@@ -75,8 +72,26 @@ class Simulator:
     def following(self) -> I64:
         return bounds.next_uses(self.trace.ids, self.trace.num_blocks)
 
+    @cached_property
+    def causes(self) -> U8:
+        return causes(self.trace)
+
+    def lost(self, point: Point) -> Lost:
+        """Where the misses of a point come from."""
+        return lost(self.trace, self.causes, point.runs)
+
     def point(self, policy: str, capacity: int) -> Point:
-        """Simulate one policy at one capacity (in blocks)."""
+        """One policy at one capacity (in blocks), simulated unless it was kept."""
+        if self.kept is None:
+            return self._simulate(policy, capacity)
+        key = point_key(self.digest, policy, capacity)
+        found = self.kept.find(key)
+        if found is None:
+            found = self._simulate(policy, capacity)
+            self.kept.add(key, self.trace.name, found)
+        return found
+
+    def _simulate(self, policy: str, capacity: int) -> Point:
         begin = time.perf_counter()
         if policy in ("session", "session+ends"):
             runs = session_hits(self.trace, capacity, signal_ends=policy.endswith("+ends"))
@@ -123,7 +138,7 @@ class Simulator:
             fixed: Point | None = None
             for capacity in capacities:
                 if policy == "infinite" and fixed is not None:
-                    yield Point(policy, capacity, fixed.blocks, fixed.tokens, 0.0, fixed.runs)
+                    yield replace(fixed, capacity=capacity, seconds=0.0)
                     continue
                 fixed = self.point(policy, capacity)
                 yield fixed
