@@ -9,7 +9,6 @@ the core's own policy.
 from __future__ import annotations
 
 from heapq import heappop, heappush
-from math import exp, log, log2
 from typing import Any
 
 import numpy as np
@@ -17,194 +16,35 @@ import numpy.typing as npt
 from numba import types
 from numba.typed import Dict
 
-from kvstore.core.eviction import resume, shared, worth
 from kvstore_bench.flat.compiled import jit, jit_inline
+from kvstore_bench.flat.waits import (
+    EDGES,
+    I64,
+    MIX_START,
+    NO_INDEX,
+    NUM_CLASSES,
+    REFRESH_ARRIVALS,
+    REFRESH_BIN,
+    K,
+    M,
+    add_logs,
+    bin_of,
+    enter,
+    expose_one,
+    gap_octave,
+    index_curve,
+    learn,
+    octave,
+    predict,
+    refresh_shared,
+    user_class,
+    weigh,
+    worth_at,
+)
 from kvstore_bench.traces.model import Stop, Trace
 
-I64 = npt.NDArray[np.int64]
-F64 = npt.NDArray[np.float64]
-
-K = resume.NUM_BINS
-M = worth.NUM_CONTEXTS
-EDGES = np.array(resume.EDGES_NS, np.int64)
-WIDTHS = np.diff(EDGES.astype(np.float64)) / 1e9
-STEPS = resume.INDEX_STEPS
-NO_INDEX = resume.NO_INDEX
-COUNT_MAX = resume.COUNT_MAX
-POOLED_WEIGHT = resume.POOLED_WEIGHT
-CONTEXT_WEIGHT = resume.CONTEXT_WEIGHT
-RATIO_WEIGHT = resume.RATIO_WEIGHT
-RATIO_MAX = resume.RATIO_MAX
-PRIOR_HAZARD = resume.PRIOR_HAZARD
-MIX_START = resume.MIX_START
-MIX_RATE = resume.MIX_RATE
-REFRESH_BIN = resume.REFRESH_BIN
-FINE_BIN = resume.FINE_BIN
-FINE_STEPS = resume.FINE_STEPS
-NUM_CLASSES = shared.NUM_CLASSES
-SHARED_POOLED_WEIGHT = shared.POOLED_WEIGHT
-SHARED_CLASS_WEIGHT = shared.CLASS_WEIGHT
-SHARED_PRIOR = shared.PRIOR_HAZARD
-REFRESH_ARRIVALS = shared.REFRESH_ARRIVALS
-SESSION_CONTEXT = worth.SESSION_CONTEXT
 ACTIVITY_CODES = np.array([0, 2, 3, 3], np.int64)
 """Activity of each Stop: OPEN, TOOL_WAIT, IDLE, IDLE."""
-
-
-@jit_inline
-def octave(value: float, per: int) -> int:
-    return int(per * log2(value + 1.0))
-
-
-@jit_inline
-def gap_octave(gap_ns: float) -> int:
-    if gap_ns < 0:
-        return 0
-    return min(20, max(1, int(log2(max(gap_ns / 1e9, 0.25))) + 3))
-
-
-@jit_inline
-def bin_of(age: int) -> int:
-    k = 0
-    while k + 1 < K - 1 and EDGES[k + 1] <= age:
-        k += 1
-    return k
-
-
-@jit_inline
-def index_curve(hazard: F64, out: I64, first: int) -> None:
-    """As `resume.index_curve`; leaves what is before bin `first` as it is."""
-    gains, costs, alive = np.empty(K), np.empty(K), np.empty(K)
-    runs = 0
-    for k in range(K - 2, first - 1, -1):
-        p = hazard[k]
-        gain, cost, reach = p, WIDTHS[k] * (1.0 - 0.5 * p), 1.0 - p
-        while runs > 0 and gains[runs - 1] * cost > gain * costs[runs - 1]:
-            runs -= 1
-            gain += reach * gains[runs]
-            cost += reach * costs[runs]
-            reach *= alive[runs]
-        gains[runs], costs[runs], alive[runs] = gain, cost, reach
-        runs += 1
-        out[k] = round(STEPS * log2(max(gain / cost, 1e-12)))
-    out[K - 1] = out[K - 2]
-
-
-@jit_inline
-def expose(events: F64, exposed: F64, rows: I64, pool: F64, k: int) -> None:
-    for m in range(M):
-        row = rows[m]
-        exposed[row, k] += 1.0
-        if exposed[row, k] > COUNT_MAX:
-            exposed[row, k] *= 0.5
-            events[row, k] *= 0.5
-    pool[1, k] += 1.0
-    if pool[1, k] > COUNT_MAX:
-        pool[1, k] *= 0.5
-        pool[0, k] *= 0.5
-
-
-@jit_inline
-def pooled_at(pool: F64, k: int) -> float:
-    guess = PRIOR_HAZARD
-    if k > 1:
-        guess = (pool[0, k - 2] + POOLED_WEIGHT * guess) / (pool[1, k - 2] + POOLED_WEIGHT)
-    if k > 0:
-        guess = (pool[0, k - 1] + POOLED_WEIGHT * guess) / (pool[1, k - 1] + POOLED_WEIGHT)
-    return float((pool[0, k] + POOLED_WEIGHT * guess) / (pool[1, k] + POOLED_WEIGHT))
-
-
-@jit_inline
-def clip(p: float) -> float:
-    return min(max(p, 1e-5), 0.999)
-
-
-@jit_inline
-def weigh(events: F64, exposed: F64, rows: I64, pool: F64, signs: F64, k: int) -> None:
-    """As `ResumeModel._weigh`: fills column k of the rows' signs [R, K]."""
-    base = pooled_at(pool, k)
-    level = log(clip(base) / (1.0 - clip(base)))
-    for m in range(M):
-        row = rows[m]
-        seen, expected = RATIO_WEIGHT, RATIO_WEIGHT
-        for j in range(max(0, k - 2), min(K, k + 3)):
-            if j != k:
-                seen += events[row, j]
-                expected += exposed[row, j] * ((pool[0, j] + 0.1) / (pool[1, j] + 1.0))
-        guess = min(base * min(seen / expected, RATIO_MAX), 0.9)
-        own = clip((events[row, k] + CONTEXT_WEIGHT * guess) / (exposed[row, k] + CONTEXT_WEIGHT))
-        signs[row, k] = log(own / (1.0 - own)) - level
-
-
-@jit_inline
-def predict(rows: I64, pool: F64, weights: F64, signs: F64, k: int) -> float:
-    """The hazard of bin k."""
-    base = clip(pooled_at(pool, k))
-    mixed = log(base / (1.0 - base))
-    for m in range(M):
-        mixed += weights[m, k] * signs[rows[m], k]
-    return min(max(1.0 / (1.0 + exp(-mixed)), 1e-6), 0.9999)
-
-
-@jit_inline
-def learn(rows: I64, pool: F64, weights: F64, signs: F64, k: int, outcome: float) -> None:
-    step = MIX_RATE * (outcome - predict(rows, pool, weights, signs, k))
-    for m in range(M):
-        weights[m, k] += step * signs[rows[m], k]
-
-
-@jit_inline
-def enter(events: F64, exposed: F64, rows: I64, pool: F64, signs: F64, k: int) -> None:
-    expose(events, exposed, rows, pool, k)
-    weigh(events, exposed, rows, pool, signs, k)
-
-
-@jit_inline
-def worth_at(index: I64, k: int, age: int) -> int:
-    """The index within bin k, in steps from one bin to the next."""
-    if k < FINE_BIN or k >= K - 2:
-        return int(index[k])
-    step = (age - EDGES[k]) // ((EDGES[k + 1] - EDGES[k]) // FINE_STEPS)
-    return int(index[k] + (index[k + 1] - index[k]) * step // FINE_STEPS)
-
-
-@jit_inline
-def user_class(num: int) -> int:
-    level = -1
-    while num > 1:
-        num >>= 1
-        level += 1
-    return min(level, NUM_CLASSES - 1)
-
-
-@jit_inline
-def refresh_shared(events: F64, exposed: F64, curves: I64) -> None:
-    guess = SHARED_PRIOR
-    hazard = np.empty((NUM_CLASSES, K))
-    for k in range(K):
-        seen, risk = 0.0, 0.0
-        for c in range(NUM_CLASSES):
-            seen += events[c, k]
-            risk += exposed[c, k]
-        level = (seen + SHARED_POOLED_WEIGHT * guess) / (risk + SHARED_POOLED_WEIGHT)
-        guess = (seen + SHARED_POOLED_WEIGHT * SHARED_PRIOR) / (risk + SHARED_POOLED_WEIGHT)
-        for c in range(NUM_CLASSES):
-            own = (events[c, k] + SHARED_CLASS_WEIGHT * level) / (exposed[c, k] + SHARED_CLASS_WEIGHT)
-            hazard[c, k] = min(own, 0.999)
-    for c in range(NUM_CLASSES):
-        index_curve(hazard[c], curves[c], 0)
-
-
-@jit_inline
-def add_logs(one: int, other: int) -> int:
-    if one == NO_INDEX:
-        return other
-    if other == NO_INDEX:
-        return one
-    high, low = max(one, other), min(one, other)
-    if high - low > 16 * STEPS:
-        return high
-    return int(high + round(STEPS * log2(1.0 + 2.0 ** ((low - high) / STEPS))))
 
 
 @jit_inline
@@ -279,9 +119,8 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
     bins = np.zeros(num_sessions, np.int64)
     gap, mean_gap = np.full(num_sessions, -1.0), np.full(num_sessions, -1.0)
     num_waits, length = np.zeros(num_sessions, np.int64), np.zeros(num_sessions, np.int64)
-    timers = [(np.int64(0), np.int64(0), np.int64(0), np.int64(0))]
+    timers = [(np.int64(0), np.int64(0), np.int64(0))]
     timers.pop()
-    seq = np.int64(0)
     # ---- shared prefixes
     users, arrival = np.ones(num_blocks, np.int32), np.full(num_blocks, -1, np.int64)
     s_events, s_exposed = np.zeros((NUM_CLASSES, K)), np.zeros((NUM_CLASSES, K))
@@ -289,6 +128,14 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
     num_arrivals, refresh_at = 0, REFRESH_ARRIVALS
     s_timers = [(np.int64(0), np.int64(0), np.int64(0), np.int64(0))]
     s_timers.pop()
+    # ---- others who come to a context that waits, and branches left behind
+    alone, extra = np.zeros(num_sessions, np.bool_), np.full(num_sessions, NO_INDEX, np.int64)
+    others_counts, others_worth = np.zeros((3, K)), np.full(K, NO_INDEX, np.int64)
+    left_counts, left_worth = np.zeros((3, K)), np.full(K, NO_INDEX, np.int64)
+    left_bin = np.full(num_blocks, -1, np.int8)
+    left_since, left_index = np.zeros(num_blocks, np.int64), np.full(num_blocks, NO_INDEX, np.int64)
+    l_timers = [(np.int64(0), np.int64(0), np.int64(0))]
+    l_timers.pop()
     keys = np.zeros(M, np.int64)
 
     for r in range(num_requests):
@@ -296,7 +143,7 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
         high = low + full[r]
         # ---- time passes
         while len(timers) > 0 and timers[0][0] <= now:
-            _, _, owner, began = heappop(timers)
+            _, began, owner = heappop(timers)
             if start[owner] != began:
                 continue
             k = bins[owner]
@@ -305,13 +152,17 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
             learn(rows[owner], pool, weights, signs, k, 0.0)
             bins[owner] = k + 1
             enter(events, exposed, rows[owner], pool, signs, k + 1)
+            if alone[owner]:
+                if k == 0:
+                    expose_one(others_counts, others_worth, 0)
+                expose_one(others_counts, others_worth, int(k + 1))
+            extra[owner] = others_worth[k + 1]
             if k + 1 >= REFRESH_BIN:
                 for j in range(k + 1, K):
                     hazard[j] = predict(rows[owner], pool, weights, signs, j)
                 index_curve(hazard, index[owner], k + 1)
             if k + 2 < K - 1:
-                seq += 1
-                heappush(timers, (began + EDGES[k + 2], seq, owner, began))
+                heappush(timers, (began + EDGES[k + 2], began, owner))
         while len(s_timers) > 0 and s_timers[0][0] <= now:
             _, k, block, began = heappop(s_timers)
             if arrival[block] != began:
@@ -320,6 +171,16 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
             s_exposed[c, k + 1] += 1.0
             if k + 2 < K - 1:
                 heappush(s_timers, (began + EDGES[k + 2], k + 1, block, began))
+        while len(l_timers) > 0 and l_timers[0][0] <= now:
+            due, began, block = heappop(l_timers)
+            k = left_bin[block]
+            if k < 0 or left_since[block] != began or due != began + EDGES[k + 1]:
+                continue
+            left_bin[block] = k + 1
+            expose_one(left_counts, left_worth, int(k + 1))
+            left_index[block] = left_worth[k + 1]
+            if k + 2 < K - 1:
+                heappush(l_timers, (began + EDGES[k + 2], began, block))
         # ---- the request ends its session's wait
         first = last[s] < 0
         known = length[s]
@@ -327,6 +188,8 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
             k = bins[s]
             if k == 0:
                 enter(events, exposed, rows[s], pool, signs, 0)
+                if alone[s]:
+                    expose_one(others_counts, others_worth, 0)
             learn(rows[s], pool, weights, signs, k, 1.0)
             for m in range(M):
                 events[rows[s, m], k] += 1.0
@@ -343,10 +206,21 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
             num_hits += 1
         hits[r] = num_hits
         last[s] = r
+        found = -1 if num_hits == 0 else ids[low + num_hits - 1]
+        if found >= 0 and left_bin[found] >= 0:
+            left_counts[0, left_bin[found]] += 1.0
+            left_bin[found] = -1
         if first:
             newcomer = num_hits > 0 or full[r] == 1
             known = num_hits if num_hits > 0 else full[r] if newcomer else 0
             if newcomer:
+                if found >= 0 and users[found] == 1 and place[found] >= 0 and tips[found] > 0:
+                    x = session[used[found]]
+                    if start[x] >= 0 and alone[x]:
+                        if bins[x] == 0:
+                            expose_one(others_counts, others_worth, 0)
+                        others_counts[0, bins[x]] += 1.0
+                        alone[x] = False
                 below_num, below_ns = 0, np.int64(-2)
                 for i in range(low + max(num_hits, 1) - 1, low - 1, -1):
                     b = ids[i]
@@ -378,11 +252,21 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
                     leaves[place[up]] = moved
                     place[moved] = place[up]
                     place[up] = -1
+                    left_bin[up] = -1
                 kids[up] += 1
             up = b
         if high > low:
             tip = ids[high - 1]
+            old = tip_of[s]
             put_tip(s, tip, tip_of, tips, heads, others)
+            went = old >= 0 and place[old] >= 0 and tips[old] == 0 and users[old] == 1 and left_bin[old] < 0
+            if went:
+                since = times[used[old]]
+                k = bin_of(now - since)
+                expose_one(left_counts, left_worth, k)
+                left_bin[old], left_since[old], left_index[old] = k, since, left_worth[k]
+                if k < K - 2:
+                    heappush(l_timers, (since + EDGES[k + 1], since, np.int64(old)))
             used[tip] = r
             if kids[tip] == 0 and place[tip] < 0:
                 place[tip] = num_leaves
@@ -421,9 +305,10 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
                 hazard[k] = predict(rows[s], pool, weights, signs, k)
             index_curve(hazard, index[s], 0)
             start[s] = now
+            alone[s] = high > low and users[ids[high - 1]] == 1
+            extra[s] = others_worth[0]
             bins[s] = 0
-            seq += 1
-            heappush(timers, (now + EDGES[1], seq, np.int64(s), now))
+            heappush(timers, (now + EDGES[1], now, np.int64(s)))
         # ---- evict the worst leaves until the tier fits
         while size > capacity:
             best, best_worth, best_used = -1, 1 << 60, np.int32(0)
@@ -433,6 +318,10 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
                 value = NO_INDEX
                 if tips[b] > 0 and start[session[q]] >= 0:
                     value = worth_at(index[session[q]], bins[session[q]], now - start[session[q]])
+                if users[b] == 1 and value != NO_INDEX:
+                    value = add_logs(value, extra[session[q]])
+                elif left_bin[b] >= 0:
+                    value = left_index[b]
                 if users[b] >= 2:
                     value = add_logs(value, curves[user_class(users[b]), bin_of(now - arrival[b])])
                 if value < best_worth or (value == best_worth and q < best_used):
@@ -446,7 +335,8 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
             while True:
                 resident[b] = False
                 size -= 1
-                alike = users[b]
+                alike, left = users[b], left_bin[b] >= 0
+                left_bin[b] = -1
                 users[b] = 1
                 arrival[b] = -1
                 up = parent[b]
@@ -460,7 +350,13 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
                 used[up] = max(used[up], used[b])
                 if kids[up] > 0:
                     break
-                if size <= capacity or not same or users[up] != alike or alike >= 2:
+                if left and tips[up] == 0 and users[up] == 1:
+                    since = times[used[up]]
+                    k = bin_of(now - since)
+                    left_bin[up], left_since[up], left_index[up] = k, since, left_worth[k]
+                    if k < K - 2:
+                        heappush(l_timers, (since + EDGES[k + 1], since, np.int64(up)))
+                if size <= capacity or left or not same or users[up] != alike or alike >= 2:
                     place[up] = num_leaves
                     leaves[num_leaves] = up
                     num_leaves += 1

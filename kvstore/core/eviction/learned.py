@@ -50,6 +50,17 @@ def counts(value: object, length: int) -> list[float]:
     return numbers + [0.0] * (length - len(numbers))
 
 
+def pair(value: object, length: int) -> tuple[list[float], list[float]]:
+    """Events and exposures by bin, each event with its exposure."""
+    both = as_list(value)
+    if len(both) != 2:
+        raise ValueError("expected events and exposures")
+    events, exposed = (counts(one, length) for one in both)
+    if any(event > at_risk for event, at_risk in zip(events, exposed, strict=True)):
+        raise ValueError("what was learned counts more ends than waits")
+    return events, exposed
+
+
 def finite(value: object) -> list[float]:
     """A list of finite numbers."""
     if not isinstance(value, list) or not all(isinstance(x, (int, float)) and isfinite(x) for x in value):

@@ -11,9 +11,11 @@ wait either ends (1) or survives (0), so predicting a wait is predicting a few c
 Each context keeps its own counts, shrunk first by how it compares with the pooled curve in the bins around, then
 toward the pooled curve at that bin. The contexts' log-odds, relative to the pooled ones, are added with weights per
 bin that follow the gradient of the log loss (context mixing, as in PAQ: Mahoney, "Adaptive weighing of context models
-for lossless data compression", 2005). So no set of classes has to be right everywhere. The index is the one of
-Gittins (1979) for a job of unknown length: the best rate of saved tokens per block and second that any deadline t
-gives, from this age on. It is kept as an integer, 64 steps an octave, so that equal prospects fall back on recency.
+for lossless data compression", 2005). So no set of classes has to be right everywhere. See `curve` for the index.
+
+The context of one that waits may be needed by *another* session too (the same prompt asked again): one `Curve` for all
+waits tells what that adds, as long as nobody has come. Without it, prompts that many ask once each would be worth
+nothing at first sight.
 
 Log-odds of a context's bin are worked out when its counts change and kept, so predicting is adding a few kept numbers.
 Old waits are few and matter most to large tiers: from REFRESH_BIN on the index is made anew in each bin, and from
@@ -25,21 +27,24 @@ Not for: blocks whose use has nothing to do with sessions. They have no wait and
 from __future__ import annotations
 
 from heapq import heappop, heappush
-from math import exp, log, log2
+from math import exp, log
 from typing import Any, TypeAlias
 
 from kvstore.core.eviction import learned
+from kvstore.core.eviction.curve import (
+    COUNT_MAX,
+    EDGES_NS,
+    LAST_BIN,
+    NO_INDEX,
+    NUM_BINS,
+    POOLED_WEIGHT,
+    PRIOR_HAZARD,
+    Curve,
+    index_curve,
+)
 
 Key: TypeAlias = tuple[object, ...]
 
-NUM_BINS = 19
-EDGES_NS: tuple[int, ...] = (0, *(int(1e9 * 2.0**power) for power in range(NUM_BINS - 1)))
-"""[NUM_BINS] where bins begin: 0, 1 s, 2 s, 4 s, ... 2^17 s (36 h). The last one has no end and is never left."""
-
-PRIOR_HAZARD = 0.01
-"""Of ages nobody has reached yet: nobody comes back. A higher guess keeps old contexts for want of evidence."""
-POOLED_WEIGHT = 10.0
-"""How many waits a bin's neighbour is worth as a guess of the pooled hazard."""
 CONTEXT_WEIGHT = 4.0
 """How many waits the pooled hazard is worth against a context's own counts."""
 RATIO_WEIGHT = 4.0
@@ -47,10 +52,6 @@ RATIO_WEIGHT = 4.0
 RATIO_MAX = 4.0
 MIX_START = 0.3
 MIX_RATE = 0.02
-COUNT_MAX = 1024.0
-"""Counts of a bin are halved beyond this exposure, so that old behaviour fades."""
-INDEX_STEPS = 64
-NO_INDEX = -(1 << 30)
 ROWS_MAX = 1 << 17
 KEPT_ROWS_MAX = 1 << 12
 """How many contexts, those with the most evidence first, are worth remembering over a restart."""
@@ -60,9 +61,6 @@ FINE_BIN = 5
 """From this bin on (16 s) the index moves between bins in FINE_STEPS steps."""
 FINE_STEPS = 4
 
-LAST_BIN = NUM_BINS - 2
-"""The deepest bin a wait gets to."""
-_WIDTH_S = [(EDGES_NS[k + 1] - EDGES_NS[k]) / 1e9 for k in range(NUM_BINS - 1)]
 _PAD = 2
 """Empty bins on both sides of a row, so that sums over neighbours need no limits."""
 
@@ -70,7 +68,7 @@ _PAD = 2
 class Wait:
     """One running wait. `worth` is that of the context's blocks now."""
 
-    __slots__ = ("bin", "index", "live", "owner", "rows", "start_ns", "step", "worth")
+    __slots__ = ("alone", "bin", "extra", "index", "live", "owner", "rows", "start_ns", "step", "worth")
 
     def __init__(self, owner: object, start_ns: int, rows: list[Row], index: list[int]) -> None:
         self.owner = owner
@@ -83,6 +81,10 @@ class Wait:
         self.step = 0
         """Quarters of the bin that have passed."""
         self.worth = index[0]
+        self.extra = NO_INDEX
+        """What the chance that others come to the same context adds, where nobody has yet."""
+        self.alone = False
+        """Nobody else has used the end of the context so far."""
         self.live = True
 
 
@@ -96,32 +98,6 @@ class Row:
         self.exposed = [0.0] * (NUM_BINS + 2 * _PAD)
         self.signs = [0.0] * NUM_BINS
         """[K] log-odds relative to the pool."""
-
-
-def index_curve(hazard: list[float], first: int = 0) -> list[int]:
-    """[K] Gittins' index from the start of each bin on, in log steps; 0 before bin `first`. `hazard`: [K], its last
-    bin unused.
-
-    From the last bin back, a bin takes in the runs behind it while they have a better rate than itself: what is left
-    are runs of falling rates, and the best deadline is the end of the first one. O(K).
-    """
-    index = [0] * NUM_BINS
-    gains: list[float] = []
-    costs: list[float] = []
-    alive: list[float] = []
-    for k in range(LAST_BIN, first - 1, -1):
-        p = hazard[k]
-        gain, cost, reach = p, _WIDTH_S[k] * (1.0 - 0.5 * p), 1.0 - p
-        while gains and gains[-1] * cost > gain * costs[-1]:
-            gain += reach * gains.pop()
-            cost += reach * costs.pop()
-            reach *= alive.pop()
-        gains.append(gain)
-        costs.append(cost)
-        alive.append(reach)
-        index[k] = round(INDEX_STEPS * log2(max(gain / cost, 1e-12)))
-    index[-1] = index[LAST_BIN]
-    return index
 
 
 def clip(p: float) -> float:
@@ -138,6 +114,8 @@ class ResumeModel:
 
     def __init__(self, num_contexts: int) -> None:
         self._rows: dict[tuple[int, Key], Row] = {}
+        self._others = Curve()
+        """When other sessions come to the context of one that waits."""
         self._overflow = Row()
         self._pool_events = [0.0] * NUM_BINS
         self._pool_exposed = [0.0] * NUM_BINS
@@ -148,15 +126,17 @@ class ResumeModel:
         self._levels = [0.0] * NUM_BINS
         """[K] their log-odds."""
         self._weights = [[MIX_START] * NUM_BINS for _ in range(num_contexts)]
-        self._timers: list[tuple[int, int, Wait]] = []
+        self._timers: list[tuple[int, int, int, Wait]] = []
+        """(due, start, tie) of each wait's next step."""
         self._seq = 0
         for k in range(NUM_BINS):
             self._pool_changed(k)
 
-    def begin(self, owner: object, keys: list[Key], now_ns: int) -> Wait:
+    def begin(self, owner: object, keys: list[Key], now_ns: int, alone: bool = False) -> Wait:
         """A wait with these contexts (one key per context, in a fixed order) starts now."""
         rows = [self._row(number, key) for number, key in enumerate(keys)]
         wait = Wait(owner, now_ns, rows, self._index(rows, 0))
+        wait.alone, wait.extra = alone, self._others.worth[0]
         self._arm(wait)
         return wait
 
@@ -166,12 +146,23 @@ class ResumeModel:
         wait.live = False
         if k == 0:
             self._enter(wait.rows, 0)
+            if wait.alone:
+                self._others.expose(0)
         self._learn(wait.rows, k, 1.0)
         for row in wait.rows:
             row.events[k + _PAD] += 1.0
         self._pool_events[k] += 1.0
         self._pool_changed(k)
         self._weigh(wait.rows, k)
+
+    def joined(self, wait: Wait) -> None:
+        """Another session came to the whole context, while this one waits."""
+        if not wait.alone:
+            return
+        if wait.bin == 0:
+            self._others.expose(0)
+        self._others.use(wait.bin)
+        wait.alone = False
 
     def forget(self, wait: Wait) -> None:
         """The wait is over without an outcome (ended, or described anew)."""
@@ -186,11 +177,11 @@ class ResumeModel:
         changed: list[Wait] = []
         timers = self._timers
         while timers and timers[0][0] <= now_ns:
-            wait = heappop(timers)[2]
+            wait = heappop(timers)[3]
             if wait.live:
-                before = wait.worth
+                before = wait.worth, wait.extra
                 self._grow_older(wait)
-                if wait.worth != before:
+                if (wait.worth, wait.extra) != before:
                     changed.append(wait)
         return changed
 
@@ -211,6 +202,11 @@ class ResumeModel:
         self._learn(wait.rows, k, 0.0)
         wait.bin, wait.step = k + 1, 0
         self._enter(wait.rows, k + 1)
+        if wait.alone:
+            if k == 0:
+                self._others.expose(0)
+            self._others.expose(k + 1)
+        wait.extra = self._others.worth[k + 1]
         if k + 1 >= REFRESH_BIN:
             wait.index = self._index(wait.rows, k + 1)
 
@@ -221,7 +217,7 @@ class ResumeModel:
         self._seq += 1
         low, high = EDGES_NS[k], EDGES_NS[k + 1]
         age_ns = high if k < FINE_BIN else low + (high - low) // FINE_STEPS * (wait.step + 1)
-        heappush(self._timers, (wait.start_ns + age_ns, self._seq, wait))
+        heappush(self._timers, (wait.start_ns + age_ns, wait.start_ns, self._seq, wait))
 
     def _row(self, number: int, key: Key) -> Row:
         row = self._rows.get((number, key))
@@ -242,6 +238,7 @@ class ResumeModel:
             "bins": NUM_BINS,
             "pool": [learned.trimmed(self._pool_events), learned.trimmed(self._pool_exposed)],
             "weights": self._weights,
+            "others": self._others.learned(),
             "rows": [
                 [number, list(key), learned.trimmed(row.events[inner]), learned.trimmed(row.exposed[inner])]
                 for (number, key), row in by_evidence
@@ -255,8 +252,9 @@ class ResumeModel:
         weights = [learned.finite(row) for row in learned.as_list(content.get("weights"))]
         if content.get("bins") != NUM_BINS or [len(row) for row in weights] != [NUM_BINS] * len(self._weights):
             raise ValueError("what was learned has other bins or contexts than this version")
-        events, exposed = _pair(content.get("pool"))
+        events, exposed = learned.pair(content.get("pool"), NUM_BINS)
         rows = dict(self._adopted(entry) for entry in learned.as_list(content.get("rows"))[:ROWS_MAX])
+        self._others.adopt(content.get("others"))
         self._pool_events, self._pool_exposed, self._weights, self._rows = events, exposed, weights, rows
         for k in range(NUM_BINS):
             self._pool_changed(k)
@@ -267,7 +265,7 @@ class ResumeModel:
         number, key, *both = learned.as_list(entry)
         if not isinstance(number, int) or not 0 <= number < len(self._weights):
             raise ValueError("what was learned names a context that isn't there")
-        events, exposed = _pair(both)
+        events, exposed = learned.pair(both, NUM_BINS)
         padding = [0.0] * _PAD
         row = Row()
         row.events, row.exposed = padding + events + padding, padding + exposed + padding
@@ -329,14 +327,6 @@ class ResumeModel:
         for weights, row in zip(self._weights, rows, strict=True):
             mixed = [value + weight * sign for value, weight, sign in zip(mixed, weights, row.signs, strict=True)]
         return index_curve([hazard_of(value) for value in mixed], first)
-
-
-def _pair(value: object) -> tuple[list[float], list[float]]:
-    """[K] events and [K] exposures, each event with its exposure."""
-    events, exposed = (learned.counts(one, NUM_BINS) for one in learned.as_list(value))
-    if any(event > at_risk for event, at_risk in zip(events, exposed, strict=True)):
-        raise ValueError("what was learned counts more ends than waits")
-    return events, exposed
 
 
 def hazard_of(log_odds: float) -> float:

@@ -3,8 +3,9 @@
 Every session that isn't running is in a *wait* (see `resume`), described by what a machine can see without being
 told: why it stopped, its pace, how much it wrote, how long its context is, how much of it was new; and by what an
 agent may tell on top: the tool's name and how long it will take. The index of the wait is the worth of the session's
-blocks; shared prefixes add the worth of new arrivals (see `shared`). Leaves nobody holds any more (ended sessions,
-branches left behind) go first. Equal worth falls back on recency.
+blocks, and the chance that another session comes to the same context adds to it; prefixes that several sessions have
+used add the worth of new arrivals (see `shared`). Branches left behind are worth what such branches turned out to be
+(see `left`). What an ended session held alone goes first. Equal worth falls back on recency.
 
     touch, signal --> wait begins / ends --> index[bin] --> heap of candidates, least (worth, last use) first
                       bin boundary passes ------^            re-keyed when the wait crosses into another octave
@@ -19,8 +20,10 @@ from __future__ import annotations
 
 from kvstore.core.blocks import Block
 from kvstore.core.eviction import learned
+from kvstore.core.eviction.curve import INDEX_STEPS, NO_INDEX
 from kvstore.core.eviction.heap import BlockHeap
-from kvstore.core.eviction.resume import INDEX_STEPS, NO_INDEX, Key, ResumeModel, Wait
+from kvstore.core.eviction.left import LeftBranches
+from kvstore.core.eviction.resume import Key, ResumeModel, Wait
 from kvstore.core.eviction.shared import SharedPrefixes
 from kvstore.core.eviction.worth import NUM_CONTEXTS, SESSION_CONTEXT, Pace, add_logs, contexts
 from kvstore.core.sessions import Session
@@ -38,6 +41,9 @@ class SessionActivity:
     def __init__(self) -> None:
         self._model = ResumeModel(NUM_CONTEXTS)
         self._shared = SharedPrefixes()
+        self._left = LeftBranches()
+        self._inherits: Block | None = None
+        """Parent of a left leaf that has just been evicted."""
         self._heap: BlockHeap[tuple[int, int]] = BlockHeap()
         self._paces: dict[Session, Pace] = {}
         self._waits: dict[Session, Wait] = {}
@@ -48,13 +54,15 @@ class SessionActivity:
 
     def touch(self, tip: Block, session: Session | None, now_ns: int) -> None:
         self._advance(now_ns)
+        self._left.use(tip)
         if session is not None:
             pace = self._pace(session)
+            self._leave(session, pace.tip, now_ns)
+            pace.tip = tip
             if pace.first:
                 pace.first = False
                 if tip.parent is None or tip.parent.last_session is not session:
-                    if self._shared.arrive(tip, session, now_ns):
-                        self._rekey_shared(now_ns)
+                    self._arrive(tip, session, now_ns)
                     pace.known = tip.depth + 1
             if session.activity != Activity.RUNNING:
                 self._request(session, pace, now_ns)
@@ -68,7 +76,7 @@ class SessionActivity:
     def signal(self, session: Session, now_ns: int) -> None:
         self._advance(now_ns)
         if session.activity == Activity.ENDED:
-            self._end(session)
+            self._end(session, now_ns)
         elif session.activity == Activity.RUNNING:
             pace = self._pace(session)
             self._request(session, pace, now_ns)
@@ -83,13 +91,19 @@ class SessionActivity:
         if session is not None and held(block):
             self._owner[block] = session
             self._of.setdefault(session, {})[block] = None
+        elif self._inherits is block and block not in self._shared:
+            self._left.inherit(block, now_ns)
+        self._inherits = None
+        self._shared.watch(block, now_ns)
         self._heap.put(block, self._key(block, now_ns))
 
     def discard(self, block: Block, now_ns: int) -> None:
         self._disown(block)
+        self._left.drop(block)
         self._heap.remove(block)
 
     def evicted(self, block: Block, now_ns: int) -> None:
+        self._inherits = block.parent if block in self._left else None
         self.discard(block, now_ns)
         self._shared.forget(block)
 
@@ -105,13 +119,6 @@ class SessionActivity:
         worth = self._worth(block, now_ns)
         return 0.0 if worth == NO_INDEX else 2.0 ** (worth / INDEX_STEPS)
 
-    def worth(self, session: Session) -> int:
-        """What the session's context is worth now, in steps."""
-        if session.activity == Activity.RUNNING:
-            return RUNNING_INDEX
-        wait = self._waits.get(session)
-        return NO_INDEX if wait is None else wait.worth
-
     def admits(self, session: Session, now_ns: int) -> bool:
         """Is a new block of the session worth as much as the victim? While it runs its context counts by how its last
         wait began; a session that never waited is given the benefit of the doubt."""
@@ -120,7 +127,7 @@ class SessionActivity:
             return False
         wait = self._waits.get(session)
         if wait is not None:
-            own = wait.worth
+            own = add_logs(wait.worth, wait.extra)
         else:
             pace = self._paces.get(session)
             if pace is None or pace.worth is None:
@@ -133,7 +140,9 @@ class SessionActivity:
 
     def dump(self) -> bytes:
         """What was learned of waits and arrivals; a few hundred kilobytes at most."""
-        return learned.pack(self.name, {"waits": self._model.learned(), "shared": self._shared.learned()})
+        return learned.pack(
+            self.name, {"waits": self._model.learned(), "shared": self._shared.learned(), "left": self._left.learned()}
+        )
 
     def load(self, data: bytes) -> None:
         """Start from a dump. Call it before anything else; raises ValueError, and the policy stays as it was, when the
@@ -142,10 +151,11 @@ class SessionActivity:
         waits, arrivals = content.get("waits"), content.get("shared")
         if not isinstance(waits, dict) or not isinstance(arrivals, dict):
             raise ValueError("what was learned lacks a part")
-        model, shared = ResumeModel(NUM_CONTEXTS), SharedPrefixes()
+        model, shared, left = ResumeModel(NUM_CONTEXTS), SharedPrefixes(), LeftBranches()
         model.adopt(waits)
         shared.adopt(arrivals)
-        self._model, self._shared = model, shared
+        left.adopt(content.get("left"))
+        self._model, self._shared, self._left = model, shared, left
 
     # ---- waits
 
@@ -170,14 +180,17 @@ class SessionActivity:
         if old is not None:
             self._model.forget(old)
         keys = contexts(session, pace, now_ns)
-        wait = self._waits[session] = self._model.begin(session, keys, now_ns)
-        pace.worth = wait.worth
+        alone = session.tip is not None and session.tip not in self._shared
+        wait = self._waits[session] = self._model.begin(session, keys, now_ns, alone)
+        pace.worth = add_logs(wait.worth, wait.extra)
 
-    def _end(self, session: Session) -> None:
+    def _end(self, session: Session, now_ns: int) -> None:
         wait = self._waits.pop(session, None)
         if wait is not None:
             self._model.forget(wait)
-        if self._paces.pop(session, None) is not None:
+        pace = self._paces.pop(session, None)
+        if pace is not None:
+            self._leave(session, pace.tip, now_ns)
             for key in session_keys(session):
                 self._model.drop_context(SESSION_CONTEXT, key)
 
@@ -189,6 +202,27 @@ class SessionActivity:
         for block in self._shared.advance(now_ns):
             if block in self._heap:
                 self._heap.put(block, self._key(block, now_ns))
+        for block in self._left.advance(now_ns):
+            self._heap.put(block, self._key(block, now_ns))
+
+    def _arrive(self, tip: Block, session: Session, now_ns: int) -> None:
+        """The first request of a session. Whoever waits at the block it goes on from has company now."""
+        owner = self._owner.get(tip)
+        wait = None if owner is None or tip in self._shared else self._waits.get(owner)
+        if wait is not None:
+            self._model.joined(wait)
+        if self._shared.arrive(tip, session, now_ns):
+            self._rekey_shared(now_ns)
+
+    def _leave(self, session: Session, tip: Block | None, now_ns: int) -> None:
+        """A session's context, which reached to `tip` or to what is left of its path, may have gone elsewhere."""
+        while tip is not None and not any(tip.residencies):
+            tip = tip.parent
+        if tip is None or tip not in self._heap or held(tip):
+            return
+        if session.activity != Activity.ENDED and tip not in self._shared and tip not in self._left:
+            self._left.leave(tip, now_ns)
+        self._heap.put(tip, self._key(tip, now_ns))
 
     # ---- worth
 
@@ -196,12 +230,22 @@ class SessionActivity:
         return self._worth(block, now_ns), block.last_access_ns
 
     def _worth(self, block: Block, now_ns: int) -> int:
-        session = block.last_session
-        own = NO_INDEX
-        if session is not None and held(block):
-            own = self.worth(session)
         arrivals = self._shared.index(block, now_ns)
+        own = self._own_worth(block)
         return own if arrivals is None else add_logs(own, arrivals)
+
+    def _own_worth(self, block: Block) -> int:
+        """By the session that holds it, or by having been left."""
+        session = block.last_session
+        if session is None or not held(block):
+            left = self._left.worth(block)
+            return NO_INDEX if left is None else left
+        if session.activity == Activity.RUNNING:
+            return RUNNING_INDEX
+        wait = self._waits.get(session)
+        if wait is None:
+            return NO_INDEX
+        return wait.worth if block in self._shared else add_logs(wait.worth, wait.extra)
 
     def _rekey(self, session: Session, now_ns: int) -> None:
         for block in list(self._of.get(session, ())):

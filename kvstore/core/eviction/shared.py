@@ -17,7 +17,7 @@ import numpy as np
 
 from kvstore.core.blocks import Block
 from kvstore.core.eviction import learned
-from kvstore.core.eviction.resume import EDGES_NS, NUM_BINS, index_curve
+from kvstore.core.eviction.curve import EDGES_NS, LAST_BIN, NUM_BINS, bin_of, index_curve
 from kvstore.core.sessions import Session
 
 NUM_CLASSES = 6
@@ -31,12 +31,16 @@ WALK_MAX = 1 << 17
 class Users:
     """A shared block's history."""
 
-    __slots__ = ("arrival_ns", "bin", "num")
+    __slots__ = ("arrival_ns", "bin", "counted", "num", "timed")
 
     def __init__(self, num: int, arrival_ns: int) -> None:
         self.num = num
         self.arrival_ns = arrival_ns
         self.bin = 0
+        self.counted = False
+        """The deepest block of its run: its age counts as the run's exposure."""
+        self.timed = False
+        """Told when its age enters another bin."""
 
 
 def user_class(num: int) -> int:
@@ -71,11 +75,13 @@ class SharedPrefixes:
                 break
             users = self._users.get(block)
             num, arrival_ns = (1, -1) if users is None else (users.num, users.arrival_ns)
-            if below is None or (num, arrival_ns) != (below_num, below_ns):
-                self._observe(num, arrival_ns, now_ns)
-                self._arm(block, num + 1, 0, now_ns)
+            deepest = below is None or (num, arrival_ns) != (below_num, below_ns)
             below_num, below_ns = num, arrival_ns
             below = self._users[block] = Users(num + 1, now_ns)
+            if deepest:
+                self._observe(num, arrival_ns, now_ns)
+                below.counted = True
+                self._arm(block, below)
             block = block.parent
         self._num_arrivals += 1
         if self._num_arrivals < self._refresh_at:
@@ -87,16 +93,22 @@ class SharedPrefixes:
     def _observe(self, num: int, arrival_ns: int, now_ns: int) -> None:
         if num < 2:
             return
-        age, k = now_ns - arrival_ns, 0
-        while k + 1 < NUM_BINS - 1 and EDGES_NS[k + 1] <= age:
-            k += 1
-        self._events[user_class(num), k] += 1.0
+        self._events[user_class(num), bin_of(now_ns - arrival_ns)] += 1.0
 
-    def _arm(self, block: Block, num: int, k: int, start_ns: int) -> None:
-        self._exposed[user_class(num), k] += 1.0
-        if k + 1 < NUM_BINS - 1:
+    def _arm(self, block: Block, users: Users) -> None:
+        users.timed = True
+        if users.counted:
+            self._exposed[user_class(users.num), users.bin] += 1.0
+        if users.bin < LAST_BIN:
             self._seq += 1
-            heappush(self._timers, (start_ns + EDGES_NS[k + 1], self._seq, block))
+            heappush(self._timers, (users.arrival_ns + EDGES_NS[users.bin + 1], self._seq, block))
+
+    def watch(self, block: Block, now_ns: int) -> None:
+        """The block is a candidate from now on, maybe because the deepest of its run has gone."""
+        users = self._users.get(block)
+        if users is not None and not users.timed:
+            users.bin = bin_of(now_ns - users.arrival_ns)
+            self._arm(block, users)
 
     def advance(self, now_ns: int) -> list[Block]:
         """Let waits cross into later bins; returns the blocks that did."""
@@ -105,15 +117,19 @@ class SharedPrefixes:
         while timers and timers[0][0] <= now_ns:
             due_ns, _, block = heappop(timers)
             users = self._users.get(block)
-            if users is not None and users.arrival_ns + EDGES_NS[users.bin + 1] == due_ns:
+            if users is not None and users.timed and users.arrival_ns + EDGES_NS[users.bin + 1] == due_ns:
                 users.bin += 1
-                self._arm(block, users.num, users.bin, users.arrival_ns)
+                self._arm(block, users)
                 crossed.append(block)
         return crossed
 
     def forget(self, block: Block) -> None:
         """The block left the tier."""
         self._users.pop(block, None)
+
+    def __contains__(self, block: Block) -> bool:
+        """Have two sessions or more used it?"""
+        return block in self._users
 
     def blocks(self) -> list[Block]:
         """All shared blocks of the tier."""
@@ -124,10 +140,7 @@ class SharedPrefixes:
         users = self._users.get(block)
         if users is None or not self._curves:
             return None
-        age, k = now_ns - users.arrival_ns, users.bin
-        while k + 1 < NUM_BINS - 1 and EDGES_NS[k + 1] <= age:
-            k += 1
-        return self._curves[user_class(users.num)][k]
+        return self._curves[user_class(users.num)][bin_of(now_ns - users.arrival_ns)]
 
     def learned(self) -> dict[str, Any]:
         """Counts of arrivals, for `learned.pack`."""

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from math import log2
 
-from kvstore.core.eviction.resume import INDEX_STEPS, NO_INDEX, Key
+from kvstore.core.blocks import Block
+from kvstore.core.eviction.curve import INDEX_STEPS, NO_INDEX
+from kvstore.core.eviction.resume import Key
 from kvstore.core.sessions import Session
 
 NUM_CONTEXTS = 10
@@ -18,7 +20,7 @@ NS = 1_000_000_000
 class Pace:
     """What a policy remembers of a session between its requests. Gaps in ns, lengths in blocks."""
 
-    __slots__ = ("first", "gap_ns", "known", "length", "mean_gap_ns", "num_waits", "started_ns", "worth")
+    __slots__ = ("first", "gap_ns", "known", "length", "mean_gap_ns", "num_waits", "started_ns", "tip", "worth")
 
     def __init__(self) -> None:
         self.first = True
@@ -33,6 +35,8 @@ class Pace:
         """Blocks that were there before the current request: of other sessions at first, then of its own."""
         self.started_ns = -1
         """When the current request began; -1 when unknown."""
+        self.tip: Block | None = None
+        """The deepest block of the latest touch."""
         self.worth: int | None = None
         """Of the context when its last wait began."""
 

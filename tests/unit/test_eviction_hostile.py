@@ -1,0 +1,47 @@
+"""`session` on traces that no agent makes: never much below leaf-first LRU, and the same decisions in both forms."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvstore.core.eviction import make_policy
+from kvstore.core.types import Tier
+from kvstore_bench.flat import hostile
+from kvstore_bench.flat.learned import session_hits
+from kvstore_bench.flat.tree import replay
+from kvstore_bench.sweep import Simulator
+
+SHARES = (0.005, 0.02, 0.1, 0.3)
+ALLOWED = dict.fromkeys(hostile.KINDS, 0.003) | {"drifting_prompts": 0.01, "restless": 0.01}
+"""How much of all tokens may be lost to leaf-first LRU. In two kinds the first few hundred requests, before anything is
+learned, cost more than the rest gains back at some size."""
+
+
+@pytest.mark.parametrize("kind", sorted(hostile.KINDS))
+def test_never_much_below_leaf_first_lru(kind: str) -> None:
+    trace = hostile.make(kind, 1)
+    simulator = Simulator(trace)
+    for share in SHARES:
+        capacity = max(10, int(trace.num_blocks * share))
+        lru, mine = simulator.point("leaf-lru", capacity), simulator.point("session", capacity)
+        assert mine.tokens >= lru.tokens - ALLOWED[kind], f"{kind} at {share:.1%}"
+
+
+@pytest.mark.parametrize("kind", sorted(hostile.KINDS))
+def test_core_and_compiled_form_agree(kind: str) -> None:
+    trace = hostile.make(kind, 2, 500)
+    for share in (0.02, 0.2):
+        capacity = max(10, int(trace.num_blocks * share))
+        for ends in (False, True):
+            pure = [hits.num_hits for hits in replay(trace, make_policy("session", Tier.DRAM), capacity, ends)]
+            assert pure == session_hits(trace, capacity, signal_ends=ends).tolist()
+
+
+def test_prompts_asked_by_many_once_each_are_kept_like_by_lru() -> None:
+    """The case that a model of sessions alone gets wrong: nobody returns, yet every prompt is needed again."""
+    trace = hostile.make("echoes", 3)
+    capacity = trace.num_blocks // 20
+    hits = session_hits(trace, capacity)
+    assert int(hits.sum()) >= 0.99 * int(Simulator(trace).point("leaf-lru", capacity).runs.sum())
+    assert np.count_nonzero(hits) > 0.7 * trace.num_requests
