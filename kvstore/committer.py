@@ -38,8 +38,9 @@ class Committer:
         """Store records whose payloads are written."""
         with self._condition:
             for entry in entries:
-                self._changes.pop(entry.key, None)
-                self._changes[entry.key] = entry
+                key = entry.key
+                self._changes.pop(key, None)
+                self._changes[key] = entry
             self._queue(token)
 
     def delete(self, keys: Sequence[bytes], token: object) -> None:

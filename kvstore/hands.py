@@ -164,10 +164,11 @@ class Hands:
     def _publish(self, out: _Outcome) -> None:
         command = out.command
         good = {i: entry for i, entry in out.entries.items() if i not in out.failed}
-        for index, entry in good.items():
-            self._metrics.moved(command.source.label, "out", entry.record.payload_bytes)
-            self._metrics.moved(command.target.label, "in", entry.record.payload_bytes)
-            if command.target == Tier.DRAM:
+        num_bytes = sum([entry.record.payload_bytes for entry in good.values()])
+        self._metrics.moved(command.source.label, "out", num_bytes)
+        self._metrics.moved(command.target.label, "in", num_bytes)
+        if command.target == Tier.DRAM:
+            for index, entry in good.items():
                 self._records.keep(command.items[index].block, entry.record)
         if command.target == Tier.NVME and good and self.committer is not None:
             self.committer.put(list(good.values()), out)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvstore.core.commands import Removed, Stored
 from kvstore.core.record import NO_PARENT
@@ -17,8 +18,7 @@ from kvstore.core.types import BlockHash, KeyspaceId, SessionId, Tier
 RING_MAX = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(NamedTuple):
     """One change. `kind`: "stored", "removed" or "session".
 
     `hash` of a session's acquire is two hashes: of the last block that was asked for, and of the last that was found
@@ -49,34 +49,27 @@ class Journal:
         """Number of the newest change."""
         return self._sequence
 
-    def stored(self, c: Stored) -> None:
-        """A copy became READY."""
-        parent = c.block.parent.hash if c.block.parent is not None else NO_PARENT
-        self._add("stored", c.keyspace, c.block.hash, parent, c.tier, "", "")
-
-    def removed(self, c: Removed) -> None:
-        """A copy went away."""
-        self._add("removed", c.keyspace, c.block.hash, NO_PARENT, c.tier, "", c.reason)
+    def moved(self, notices: Sequence[Stored | Removed]) -> None:
+        """Copies became READY or went away, in this order."""
+        with self._condition:
+            at, now_ns, add = self._sequence, time.time_ns(), self._ring.append
+            for c in notices:
+                at += 1
+                block = c.block
+                if isinstance(c, Stored):
+                    parent = block.parent.hash if block.parent is not None else NO_PARENT
+                    add(Change(at, now_ns, "stored", c.keyspace, block.hash, parent, c.tier, "", ""))
+                else:
+                    add(Change(at, now_ns, "removed", c.keyspace, block.hash, NO_PARENT, c.tier, "", c.reason))
+            self._sequence = at
+            self._condition.notify_all()
 
     def session(self, session: SessionId, detail: str, keyspace: KeyspaceId, hashes: bytes = b"") -> None:
         """Something happened to a session."""
-        self._add("session", keyspace, BlockHash(hashes), NO_PARENT, Tier.DRAM, session, detail)
-
-    def _add(
-        self,
-        kind: str,
-        keyspace: KeyspaceId,
-        block: BlockHash,
-        parent: BlockHash,
-        tier: Tier,
-        session: str,
-        detail: str,
-    ) -> None:
         with self._condition:
             self._sequence += 1
-            self._ring.append(
-                Change(self._sequence, time.time_ns(), kind, keyspace, block, parent, tier, session, detail)
-            )
+            at, now_ns, block = self._sequence, time.time_ns(), BlockHash(hashes)
+            self._ring.append(Change(at, now_ns, "session", keyspace, block, NO_PARENT, Tier.DRAM, session, detail))
             self._condition.notify_all()
 
     def after(self, sequence: int, timeout_s: float) -> list[Change] | None:

@@ -32,7 +32,6 @@ class Metrics:
         self._matched = self._counter("matched_blocks", "Blocks found by Acquire", [])
         self._asked = self._counter("requested_blocks", "Blocks asked for by Acquire", [])
         self._bytes = self._counter("moved_bytes", "Bytes moved", ["tier", "direction"])
-        self._evicted: dict[tuple[str, str], Counter] = {}
         self._evictions = self._counter("evictions", "Copies that left a tier", ["tier", "reason"])
         self._failures = self._counter("failures", "Failures by kind", ["kind"])
         self._offloads = self._counter("sealed_blocks", "Blocks sealed by clients", [])
@@ -70,13 +69,9 @@ class Metrics:
         """`direction` is "in" or "out"."""
         _bump(self._bytes.labels(tier, direction), num_bytes)
 
-    def evicted(self, tier: str, reason: str) -> None:
-        """A READY copy left a tier."""
-        key = tier, reason if reason in REASONS else "other"
-        child = self._evicted.get(key)
-        if child is None:  # looking a child up costs more than counting
-            child = self._evicted[key] = self._evictions.labels(*key)
-        child.inc()
+    def evicted(self, tier: str, reason: str, num_blocks: int = 1) -> None:
+        """READY copies left a tier."""
+        _bump(self._evictions.labels(tier, reason if reason in REASONS else "other"), num_blocks)
 
     def failed(self, kind: str, count: int = 1) -> None:
         """`kind`: the class name of a KVStoreError, or another fixed word."""

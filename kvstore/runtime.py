@@ -23,7 +23,7 @@ from typing import TypeVar
 from kvstore.config import ServiceConfig
 from kvstore.core import commands, events
 from kvstore.core.blocks import Block
-from kvstore.core.commands import Command, Location, ReserveStatus
+from kvstore.core.commands import Command, Location, Removed, ReserveStatus, Stored
 from kvstore.core.keyspace import Keyspace
 from kvstore.core.machine import Machine
 from kvstore.core.record import NO_PARENT, Record
@@ -114,13 +114,12 @@ class Runtime:
 
     def _step_locked(self, event: events.Event) -> list[Command]:
         answers: list[Command] = []
+        notices: list[Stored | Removed] = []
         for command in self.machine.step(event, time.monotonic_ns()):
-            if isinstance(command, Work):
+            if isinstance(command, (Stored, Removed)):
+                notices.append(command)
+            elif isinstance(command, Work):
                 self.hands.send(command)
-            elif isinstance(command, commands.Stored):
-                self.journal.stored(command)
-            elif isinstance(command, commands.Removed):
-                self._removed(command)
             elif isinstance(command, commands.Reserved | commands.Persisted):
                 self._answer(command)
             elif isinstance(command, commands.LeaseEnded):
@@ -129,7 +128,18 @@ class Runtime:
                 if isinstance(command, commands.SessionChanged):
                     self._dirty_sessions.add(command.session.id)
                 answers.append(command)
+        if notices:
+            self._moved(notices)
         return answers
+
+    def _moved(self, notices: list[Stored | Removed]) -> None:
+        self.journal.moved(notices)
+        gone = [c for c in notices if isinstance(c, Removed)]
+        for (tier, reason), count in Counter([(c.tier, c.reason) for c in gone]).items():
+            self.metrics.evicted(tier.label, reason, count)
+        for c in gone:
+            if c.tier is Tier.DRAM:
+                self.records.forget(c.block)
 
     def _answer(self, command: commands.Reserved | commands.Persisted) -> None:
         if isinstance(command, commands.Reserved) and ReserveStatus.FULL in command.statuses:
@@ -139,12 +149,6 @@ class Runtime:
         future = self._futures.pop(command.request, None)
         if future is not None:
             future.set_result(command)
-
-    def _removed(self, command: commands.Removed) -> None:
-        self.journal.removed(command)
-        self.metrics.evicted(command.tier.label, command.reason)
-        if command.tier == Tier.DRAM:
-            self.records.forget(command.block)
 
     def _deferred(self, make: Callable[[int], events.Event]) -> Future[Command]:
         """Step an event whose answer may come later."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from kvstore.core.blocks import Block
 from kvstore.core.sessions import Session
@@ -30,8 +31,7 @@ class ReserveStatus(IntEnum):
     NO_PARENT = 4
 
 
-@dataclass(frozen=True, slots=True)
-class MoveItem:
+class MoveItem(NamedTuple):
     """One block from its slot in the source tier to its slot in the target tier."""
 
     block: Block
@@ -89,8 +89,7 @@ class Renewed:
     expired: tuple[LeaseId, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(NamedTuple):
     """Where a block's copy lies."""
 
     block: Block
@@ -165,8 +164,7 @@ class SessionChanged:
     """How long the wait that has just begun is expected to take."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(NamedTuple):
     """A copy became READY."""
 
     keyspace: KeyspaceId
@@ -174,8 +172,7 @@ class Stored:
     tier: Tier
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
+class Removed(NamedTuple):
     """A copy went away: evicted, lost, superseded, ..."""
 
     keyspace: KeyspaceId

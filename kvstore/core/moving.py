@@ -10,7 +10,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 
 from kvstore.core.blocks import Block, Residency, Share
@@ -104,15 +104,15 @@ def _drop_dirty(s: State, pool: Pool, share: Share, now_ns: int) -> bool:
     return False
 
 
-def evict_durable(s: State, pool: Pool, victims: list[Block], now_ns: int, reason: str = "evicted") -> None:
+def evict_durable(s: State, pool: Pool, victims: Iterable[Block], now_ns: int, reason: str = "evicted") -> None:
     """Unpublish, and free the slots once the deletion of the records is committed."""
     op = UnpublishOp(pool, [], [])
-    op_id = s.new_op(op)
     for block in victims:
         op.names.append((s.space_list[block.space].id, block.hash))
         op.slots.append(drop(s, block, pool, now_ns, reason, keep_slot=True))
         pool.num_draining += 1
-    s.out.append(Unpublish(op_id, pool.tier, tuple(op.names)))
+    if op.slots:
+        s.out.append(Unpublish(s.new_op(op), pool.tier, tuple(op.names)))
 
 
 def on_unpublish_done(s: State, e: UnpublishDone, now_ns: int) -> None:
@@ -138,15 +138,23 @@ def background(s: State, now_ns: int) -> None:
 
 
 def keep_free(s: State, pool: Pool, now_ns: int) -> None:
-    """Evict ahead of demand, a batch at a time."""
-    for share, count in pool.num_candidates.items():
-        target = min(int(pool.config.free_target * pool.slots.capacity(share.size_class)), s.limits.num_move_items)
+    """Evict ahead of demand, at most room for one move: all of it once half is used up, so that one deletion serves
+    many blocks."""
+    for share in pool.num_candidates:
+        capacity = pool.slots.capacity(share.size_class)
+        target = min(int(pool.config.free_target * capacity), s.limits.items_of(share.size_class))
         short = target - pool.slots.num_free(share.size_class) - pool.num_draining
-        for _ in range(min(short, count)):
-            victim = pool.policy(share).victim(now_ns)
-            if victim is None:
-                break
-            evict_durable(s, pool, [victim], now_ns)
+        if 2 * short >= target > 0:
+            evict_durable(s, pool, _victims(pool, share, short, now_ns), now_ns)
+
+
+def _victims(pool: Pool, share: Share, count: int, now_ns: int) -> Iterator[Block]:
+    """The worst candidates of a share; each has to go before the next is asked for."""
+    for _ in range(count):
+        victim = pool.policies[share].victim(now_ns) if pool.num_candidates[share] else None
+        if victim is None:
+            return
+        yield victim
 
 
 def clean(s: State, pool: Pool, now_ns: int, force: bool = False, only: Iterable[Block] | None = None) -> bool:

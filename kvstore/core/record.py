@@ -18,7 +18,7 @@ The same bytes are stored on NVMe, sent over gRPC, and compared at restore.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -49,8 +49,7 @@ class BadRecord(ValueError):
     """The bytes are no record of this version, or damaged."""
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """Identity and checksums of one block. `checksums` holds 8 bytes LE for each layer slice."""
 
     keyspace: KeyspaceId

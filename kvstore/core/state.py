@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 from kvstore.core.blocks import Block, Residency, Share
 from kvstore.core.commands import Command, ReserveStatus
@@ -147,8 +148,7 @@ class Space:
         return self.share.size_class
 
 
-@dataclass(frozen=True, slots=True)
-class Tombstone:
+class Tombstone(NamedTuple):
     """Why a block isn't here any more."""
 
     at_ns: int

@@ -109,12 +109,24 @@ def refresh(s: State, block: Block, now_ns: int) -> None:
 
 
 def _refresh_dirty(pool: Pool, block: Block, residency: Residency) -> None:
-    dirty = residency.state is READY and all(r is None for r in block.residencies[pool.tier + 1 :])
-    if dirty and block not in pool.dirty:
+    dirty = residency.state is READY and not _lower_copy(pool, block)
+    if dirty == (block in pool.dirty):
+        return
+    if dirty:
         pool.dirty[block] = None
         pool.dirty_bytes += block.share.size_class
-    elif not dirty and block in pool.dirty:
+    else:
         _undirty(pool, block)
+
+
+def _lower_copy(pool: Pool, block: Block) -> bool:
+    """Does a tier below hold a copy, readable or not?"""
+    below = pool.lower
+    while below is not None:
+        if block.residencies[below.tier] is not None:
+            return True
+        below = below.lower
+    return False
 
 
 def _undirty(pool: Pool, block: Block) -> None:

@@ -27,9 +27,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lmdb
 
@@ -46,8 +45,7 @@ _CHECK_EVERY = 256
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One stored block: its record and where the payload lies. `size_class` is the slot's length in bytes."""
 
     record: Record
@@ -143,7 +141,8 @@ class BlockIndex:
 
         Raises TierFull when the disk is full, TransferError on other failures; nothing of the batch is stored then.
         """
-        rows = [(e.key, _PLACE.pack(e.slot, e.size_class) + e.record.encode()) for e in puts]
+        pack = _PLACE.pack
+        rows = [(e.key, pack(e.slot, e.size_class) + e.record.encode()) for e in puts]
         rows.sort()  # neighbours share a leaf of the tree
         gone = list(deletes)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import mmap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -124,7 +124,7 @@ def _move_batch(
     read = _run(engine, reads, Priority.READ)
     there = [(e, slot, at) for (e, slot), at, r in zip(batch, offsets, read, strict=False) if r.ok]
     written = _run(engine, [_copy(slab, e, slot, scratch, at, False) for e, slot, at in there], Priority.WRITE)
-    return [replace(e, slot=slot) for (e, slot, _), r in zip(there, written, strict=True) if r.ok]
+    return [e._replace(slot=slot) for (e, slot, _), r in zip(there, written, strict=True) if r.ok]
 
 
 def _copy(slab: Slab, entry: Entry, slot: Slot, scratch: npt.NDArray[np.uint8], at: int, reading: bool) -> Copy:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -59,7 +57,7 @@ def test_right_records_give_their_checksums(chain: TokenChain, first: int) -> No
 )
 def test_a_record_that_differs_in_any_field_is_named(chain: TokenChain, change: dict[str, object], words: str) -> None:
     records = [record(chain, i) for i in range(10)]
-    records[5] = dataclasses.replace(records[5], **change)
+    records[5] = records[5]._replace(**change)
     sums, wrong = checksums_of_records([r.encode() for r in records], chain, 0)
     assert list(wrong) == [5] and words in wrong[5]
     assert sums[6].tolist() == [18, 19, 20]

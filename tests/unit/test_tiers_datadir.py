@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -40,9 +39,9 @@ def chain(count: int) -> list[Record]:
     parent = NO_PARENT
     for depth in range(count):
         bare = oracle.make_record(f"c{depth}", KEYSPACE.num_layers, KEYSPACE.slice_bytes, depth=depth, parent=parent)
-        bare = replace(bare, keyspace=KEYSPACE.id)
+        bare = bare._replace(keyspace=KEYSPACE.id)
         payload = oracle.stream(bare, bare.payload_bytes)
-        found.append(replace(bare, checksums=checksums_of(payload.data, bare.slice_bytes)))
+        found.append(bare._replace(checksums=checksums_of(payload.data, bare.slice_bytes)))
         parent = found[-1].hash
     return found
 
@@ -227,7 +226,7 @@ def test_fsck_finds_a_missing_segment(tmp_path: Path) -> None:
 def test_fsck_keeps_the_owner_of_a_slot_claimed_twice(tmp_path: Path) -> None:
     entries = fill_dir(tmp_path)
     index = BlockIndex.open(tmp_path / "index")
-    liar = replace(entries[3].record, hash=BlockHash(b"l" * 16), checksums=bytes(32))
+    liar = entries[3].record._replace(hash=BlockHash(b"l" * 16), checksums=bytes(32))
     index.commit([Entry(liar, entries[3].slot, SIZE)])
     index.close()
     assert_mends(tmp_path, "payload")
@@ -237,7 +236,7 @@ def test_fsck_keeps_the_owner_of_a_slot_claimed_twice(tmp_path: Path) -> None:
 def test_fsck_finds_overlaps_that_verify(tmp_path: Path) -> None:
     entries = fill_dir(tmp_path)
     index = BlockIndex.open(tmp_path / "index")
-    twin = replace(entries[3].record, hash=BlockHash(b"l" * 16))
+    twin = entries[3].record._replace(hash=BlockHash(b"l" * 16))
     index.commit([Entry(twin, entries[3].slot, SIZE)])
     index.close()
     found = fsck(tmp_path, repair=True)

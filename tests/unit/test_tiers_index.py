@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import lmdb
@@ -149,7 +148,7 @@ def test_keyspaces_of_equal_hashes_do_not_meet(tmp_path: Path) -> None:
     """The same block hash in two keyspaces is two rows."""
     index = BlockIndex.open(tmp_path)
     one, two = oracle.make_record("x", 2, 64), oracle.make_record("x", 2, 64, keyspace="other")
-    two = replace(two, hash=one.hash)
+    two = two._replace(hash=one.hash)
     index.commit([Entry(one, Slot(0), 4096), Entry(two, Slot(4096), 4096)])
     assert index.num_blocks() == 2
     index.close()
