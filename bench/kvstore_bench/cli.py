@@ -165,8 +165,9 @@ def plan(
     html: HtmlFile = None,
 ) -> None:
     """How much DRAM and NVMe to buy, and why."""
-    from kvstore_bench.plan import Planner, decide
+    from kvstore_bench.plan import Planner
     from kvstore_bench.planned import plan_page, plan_rows, print_plan
+    from kvstore_bench.reasons import decide
     from kvstore_bench.sweep import Simulator
 
     options = ReadOptions(span_hours * HOUR_S, seed, block_tokens, tokenizer)

@@ -7,6 +7,7 @@ A file given as `--hardware` is JSON with the same fields; what it leaves out co
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 from kvstore_bench.traces.errors import TraceError
 
 GIB = 1 << 30
+POSITIVE = ("gpu_flops", "utilization", "dram_bandwidth", "nvme_bandwidth", "nvme_writes_per_day")
+"""Divided by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,11 @@ def _checked(name: str, given: dict[str, Any]) -> dict[str, Any]:
     for field, value in given.items():
         if field not in known:
             raise TraceError(name, "unknown field", field=field, mend=f"use {', '.join(known)}")
+        if field == "name":
+            given[field] = str(value)
+            continue
         numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if field != "name" and (not numeric or float(str(value)) < 0):
-            raise TraceError(name, f"expected a number of at least 0, found {value!r}", field=field)
+        if not numeric or not 0 <= float(value) < math.inf or (field in POSITIVE and not value):
+            least = "above 0" if field in POSITIVE else "of at least 0"
+            raise TraceError(name, f"expected a number {least}, found {value!r}", field=field)
     return given

@@ -4,7 +4,7 @@
     after ...          the session's request before this one had it: the session came back after a tool call, the end of
                        a turn, or a stop that the trace doesn't name
     older branch       the session had it earlier, but not in its last request: it went back to a branch it had left
-    shared             another session used it last
+    another's prefix   another session used it last
 
 "How long ago" is the time since the request that last had the block was answered (as far as the trace says how long
 the model worked). A block's cause is the same for every policy; a policy decides only whether it misses.
@@ -25,10 +25,10 @@ U8 = npt.NDArray[np.uint8]
 
 WHY = (
     "after a tool call",
-    "after the end of a turn",
-    "after an unnamed stop",
-    "in an older branch",
-    "shared, another's last",
+    "after a turn's end",
+    "after unnamed stop",
+    "an older branch",
+    "another's prefix",
 )
 GAPS = ("under 10 s", "10-60 s", "1-15 min", "over 15 min")
 EDGES_NS = np.array([10, 60, 900], np.int64) * 10**9

@@ -76,7 +76,7 @@ def loss_tables(pairs: Sequence[Pair]) -> list[Table]:
         part = pairs[start : start + 2]
         table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
         for number, head in enumerate(header(part)):
-            table.add_column(head, justify="left" if number < len(HEAD) else "right", no_wrap=number < len(HEAD))
+            table.add_column(head, justify="left" if number < len(HEAD) else "right", no_wrap=True)
         for line in lines(part):
             table.add_row(*line, style="bold" if line[0] == ALL else None)
         tables.append(table)

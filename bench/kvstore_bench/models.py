@@ -29,7 +29,8 @@ class Model:
 
     name: str
     num_layers: int
-    hidden: int
+    attention_width: int
+    """Query heads x (size of a key + size of a value): what one pair of tokens costs attention, in multiply-adds."""
     kv_bytes_per_token: int
     active_params: float
     basis: str
@@ -38,7 +39,7 @@ class Model:
     def prefill_flops(self, start: F64, tokens: F64) -> F64:
         """FLOPs to prefill `tokens` tokens after `start` cached ones: weights, and attention by position."""
         pairs = tokens * start + tokens * tokens / 2.0
-        return 2.0 * self.active_params * tokens + 4.0 * self.num_layers * self.hidden * pairs
+        return 2.0 * self.active_params * tokens + 2.0 * self.num_layers * self.attention_width * pairs
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -56,7 +57,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "deepseek-v3": {
         "num_hidden_layers": 61, "num_attention_heads": 128, "hidden_size": 7168, "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64, "torch_dtype": "bfloat16", "active_params": 37e9,
+        "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "torch_dtype": "bfloat16",
+        "active_params": 37e9,
     },
     "smollm2-135m": {
         "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576,
@@ -82,33 +84,45 @@ def load_model(name: str, kv_dtype: str = "") -> Model:
 
 
 def from_config(name: str, config: dict[str, Any], kv_dtype: str = "") -> Model:
-    """Derive a model from the fields of its config."""
+    """Derive a model from the fields of its config; those of a multimodal one lie in its `text_config`."""
+    inner = config.get("text_config")
+    config = inner if isinstance(inner, dict) else config
     layers, hidden = _whole(name, config, "num_hidden_layers"), _whole(name, config, "hidden_size")
     heads = _whole(name, config, "num_attention_heads")
     dtype = kv_dtype or str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
     if dtype not in DTYPE_BYTES:
-        raise TraceError(name, f"unknown KV dtype {dtype!r}", field="torch_dtype", mend=f"use {', '.join(DTYPE_BYTES)}")
+        field = "--kv-dtype" if kv_dtype else "torch_dtype"
+        raise TraceError(name, f"unknown KV dtype {dtype!r}", field=field, mend=f"use {', '.join(DTYPE_BYTES)}")
     width = DTYPE_BYTES[dtype]
+    head_dim = _whole(name, config, "head_dim", hidden // heads)
+    kv_heads = _whole(name, config, "num_key_value_heads", heads)
     if config.get("kv_lora_rank"):
-        latent = _whole(name, config, "kv_lora_rank") + _whole(name, config, "qk_rope_head_dim")
+        rope = _whole(name, config, "qk_rope_head_dim")
+        latent = _whole(name, config, "kv_lora_rank") + rope
         size, basis = layers * latent * width, f"MLA: {layers} layers x {latent} latent x {width} B ({dtype})"
+        key = _whole(name, config, "qk_nope_head_dim", head_dim) + rope
+        attention = heads * (key + _whole(name, config, "v_head_dim", head_dim))
     else:
-        kv_heads = int(config.get("num_key_value_heads") or heads)
-        head_dim = int(config.get("head_dim") or hidden // heads)
         size = 2 * layers * kv_heads * head_dim * width
         basis = f"GQA: K and V x {layers} layers x {kv_heads} KV heads x {head_dim} x {width} B ({dtype})"
-    params = float(config.get("active_params") or _dense_params(config, layers, hidden))
-    return Model(name, layers, hidden, size, params, basis)
+        attention = 2 * heads * head_dim
+    params = config.get("active_params") or _active_params(name, config, layers, hidden, (heads + kv_heads) * head_dim)
+    return Model(name, layers, attention, size, float(params), basis)
 
 
-def _dense_params(config: dict[str, Any], layers: int, hidden: int) -> float:
-    inner = int(config.get("intermediate_size") or 4 * hidden)
-    vocabulary = int(config.get("vocab_size") or 32000)
-    return layers * (4.0 * hidden * hidden + 3.0 * hidden * inner) + vocabulary * hidden
+def _active_params(name: str, config: dict[str, Any], layers: int, hidden: int, heads: int) -> float:
+    """Weights that a token goes through: attention, and the dense or the chosen experts' feed-forward part."""
+    inner = _whole(name, config, "intermediate_size", 4 * hidden)
+    if config.get("num_experts_per_tok"):
+        chosen = _whole(name, config, "num_experts_per_tok") + int(config.get("n_shared_experts") or 0)
+        inner = chosen * _whole(name, config, "moe_intermediate_size", inner)
+    vocabulary = _whole(name, config, "vocab_size", 32000)
+    return float(layers * (2 * hidden * heads + 3 * hidden * inner) + vocabulary * hidden)
 
 
-def _whole(name: str, config: dict[str, Any], field: str) -> int:
+def _whole(name: str, config: dict[str, Any], field: str, default: int | None = None) -> int:
     value = config.get(field)
+    value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise TraceError(name, f"expected a positive whole number, found {value!r}", field=field)
     return value

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore_bench.hardware import GIB, Hardware
+from kvstore_bench.losses import Lost, lost
 from kvstore_bench.models import Model
 from kvstore_bench.sweep import Simulator
 
@@ -72,12 +74,19 @@ class Planner:
         self.duration_s = max(1.0, float(trace.times_ns[-1]) / 1e9)
         self._runs: dict[int, I64] = {}
 
+    def blocks(self, gib: float) -> int:
+        """How many blocks fit, at most those that the trace has."""
+        return min(int(gib * GIB / self.block_bytes), self.simulator.trace.num_blocks)
+
+    def lost(self, gib: float) -> Lost:
+        """Where the misses of a cache of that size come from."""
+        return lost(self.simulator.trace, self.simulator.causes, self.runs(gib))
+
     def runs(self, gib: float) -> I64:
         """[num_requests] leading blocks that a cache of that size finds."""
-        capacity = int(gib * GIB / self.block_bytes)
+        capacity = self.blocks(gib)
         if capacity <= 0:
             return np.zeros(self.simulator.trace.num_requests, np.int64)
-        capacity = min(capacity, self.simulator.trace.num_blocks)
         if capacity not in self._runs:
             self._runs[capacity] = self.simulator.point(self.policy, capacity).runs
         return self._runs[capacity]
@@ -90,7 +99,7 @@ class Planner:
         total = np.maximum(self.runs(hw.hbm_gib + dram_gib + nvme_gib), dram)
         inputs = trace.input_tokens.astype(np.float64)
         cached = np.minimum(total * trace.block_tokens, trace.input_tokens).astype(np.float64)
-        prefill = self._prefill_s(cached, inputs)
+        prefill = self.prefill_s(cached, inputs)
         from_dram, from_nvme = (dram - hbm) * self.block_bytes, (total - dram) * self.block_bytes
         ttft = (
             prefill
@@ -98,7 +107,7 @@ class Planner:
             + from_nvme / hw.nvme_bandwidth
             + (from_nvme > 0) * hw.nvme_latency_s
         )
-        gpu = float(prefill.sum())
+        gpu = float(prefill.sum())  # a request always computes one token at least
         tokens = max(1.0, float(inputs.sum()))
         usd_month = dram_gib * hw.dram_usd_gib_month + nvme_gib * hw.nvme_usd_gib_month
         usd = gpu * hw.gpu_usd_hour / 3600.0 + usd_month * self.duration_s / 3600.0 / MONTH_H
@@ -115,7 +124,7 @@ class Planner:
             saved_dram=float((dram - hbm).sum()) * share,
             saved_nvme=float((total - dram).sum()) * share,
             gpu_seconds=gpu,
-            gpu_seconds_saved=float(self._prefill_s(np.zeros_like(inputs), inputs).sum()) - gpu,
+            gpu_seconds_saved=self.gpu_seconds_bare - gpu,
             ttft_p50=float(np.percentile(ttft, 50)),
             ttft_p99=float(np.percentile(ttft, 99)),
             usd_month=usd_month,
@@ -125,7 +134,14 @@ class Planner:
             nvme_endurance_used=per_day / rated if rated else 0.0,
         )
 
-    def _prefill_s(self, cached: F64, inputs: F64) -> F64:
+    @cached_property
+    def gpu_seconds_bare(self) -> float:
+        """Prefill of the whole trace without any cache."""
+        inputs = self.simulator.trace.input_tokens.astype(np.float64)
+        return float(self.prefill_s(np.zeros_like(inputs), inputs).sum())
+
+    def prefill_s(self, cached: F64, inputs: F64) -> F64:
+        """GPU seconds of the tokens behind the cached ones, by request; deep ones attend to more and cost more."""
         rest = np.maximum(inputs - cached, 1.0)
         return self.model.prefill_flops(cached, rest) / (self.hardware.gpu_flops * self.hardware.utilization)
 
@@ -140,64 +156,3 @@ class Planner:
             yield self.mix(dram_gib, nvme_gib)
             if tick is not None:
                 tick()
-
-
-def decide(mixes: list[Mix], planner: Planner, target_p99: float) -> Plan:
-    """The cheapest mix that meets the target without wearing the drives out, and the reasons in words."""
-    fit = [m for m in mixes if m.ttft_p99 <= target_p99 and m.nvme_endurance_used <= 1.0]
-    best = min(fit, key=lambda m: (m.usd_per_million_tokens, m.usd_month), default=None)
-    return Plan(mixes, best, target_p99, reasons(mixes, best, planner, target_p99))
-
-
-def reasons(mixes: list[Mix], best: Mix | None, planner: Planner, target_p99: float) -> list[str]:
-    """Why, for a reader who wasn't there."""
-    trace, model, hw = planner.simulator.trace, planner.model, planner.hardware
-    ceiling = planner.simulator.point("infinite", trace.num_blocks).tokens
-    distinct_gib = trace.num_blocks * planner.block_bytes / GIB
-    out = [
-        f"One token's KV is {model.kv_bytes_per_token / 1024:.1f} KiB ({model.basis}); the trace's "
-        f"{trace.num_blocks:,} distinct blocks of {trace.block_tokens} tokens are {distinct_gib:,.0f} GiB.",
-        f"However large the cache, at most {ceiling:.1%} of the {trace.total_tokens:,} input tokens can be saved: "
-        "the rest is new text.",
-    ]
-    bare = next(m for m in mixes if not m.dram_gib and not m.nvme_gib)
-    out.append(
-        f"HBM alone ({hw.hbm_gib:,.0f} GiB) saves {bare.tokens_saved:.1%}; TTFT p99 is then {bare.ttft_p99:.2f} s."
-    )
-    if best is None:
-        return [*out, _closest(mixes, target_p99)]
-    out.append(
-        f"{best.dram_gib:,.0f} GiB DRAM and {best.nvme_gib:,.0f} GiB NVMe is the cheapest mix with p99 <= "
-        f"{target_p99:.2f} s: it saves {best.tokens_saved:.1%} of the tokens and {best.gpu_seconds_saved:,.0f} GPU "
-        f"seconds, for {best.usd_month:,.0f} USD a month of memory and flash; {best.usd_per_million_tokens:.4f} USD "
-        f"per million input tokens against {bare.usd_per_million_tokens:.4f} with HBM alone."
-    )
-    if best.nvme_gib:
-        out.append(
-            f"NVMe takes {best.nvme_writes_tib_day:.1f} TiB of writes a day, {best.nvme_endurance_used:.0%} of what it "
-            "is rated for."
-        )
-    else:
-        out.append(_without_nvme(mixes, best))
-    return out
-
-
-def _closest(mixes: list[Mix], target_p99: float) -> str:
-    near = min(mixes, key=lambda m: m.ttft_p99)
-    worn = f" but writes {near.nvme_endurance_used:.1f}x what its drives endure" if near.nvme_endurance_used > 1 else ""
-    return (
-        f"No mix meets a p99 of {target_p99:.2f} s. Closest, {near.dram_gib:,.0f} GiB DRAM and {near.nvme_gib:,.0f} "
-        f"GiB NVMe, reaches {near.ttft_p99:.2f} s{worn}; the rest is prefill of tokens no cache has seen, "
-        "which only faster GPUs shorten."
-    )
-
-
-def _without_nvme(mixes: list[Mix], best: Mix) -> str:
-    """Why no NVMe is in the best mix, from the mixes that have it."""
-    same = [m for m in mixes if m.dram_gib == best.dram_gib and m.nvme_gib]
-    if not same:
-        return "The node takes no NVMe."
-    gain = max(m.tokens_saved for m in same) - best.tokens_saved
-    worn = min(m.nvme_endurance_used for m in same)
-    wear = f", and every size would be worn out early ({worn:.1f}x its rating at best)" if worn > 1.0 else ""
-    return f"NVMe beside that much DRAM would save {gain:.1%} more of the tokens at most{wear}: not the cheapest way."

@@ -9,6 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from kvstore_bench.appendix import HEAD as APPENDIX_HEAD
+from kvstore_bench.appendix import appendix
 from kvstore_bench.plan import Mix, Plan, Planner
 from kvstore_bench.report import Page, Series, line_chart, stacked_chart
 from kvstore_bench.rows import Row, row
@@ -51,17 +53,30 @@ def print_plan(out: Console, plan: Plan, planner: Planner, about: str) -> None:
         out.print(f"- {reason}", markup=False, highlight=False)
 
 
+UNITS = {
+    "dram_gib": "GiB",
+    "nvme_gib": "GiB",
+    "gpu_seconds": "s",
+    "gpu_seconds_saved": "s",
+    "ttft_p50": "s",
+    "ttft_p99": "s",
+    "usd_month": "USD",
+    "usd_per_million_tokens": "USD",
+    "usd_per_session": "USD",
+    "nvme_writes_tib_day": "TiB",
+    "nvme_endurance_used": "x",
+}
+
+
 def plan_rows(plan: Plan) -> list[Row]:
-    """Figures of the best mix (or of none), then tokens saved of all."""
-    rows = []
-    if plan.best is not None:
-        units = {"ttft_p50": "s", "ttft_p99": "s", "gpu_seconds": "s", "gpu_seconds_saved": "s", "usd_month": "USD"}
-        rows = [row(f"best/{name}", float(value), units.get(name, "")) for name, value in asdict(plan.best).items()]
-    for mix in plan.mixes:
-        rows.append(
-            row(f"dram {mix.dram_gib:g} GiB, nvme {mix.nvme_gib:g} GiB/tokens_saved", mix.tokens_saved, "share")
-        )
-    return rows
+    """All figures of the best mix (or of none), then of all mixes."""
+    named = [("best", plan.best)] if plan.best is not None else []
+    named += [(f"dram {mix.dram_gib:g} GiB, nvme {mix.nvme_gib:g} GiB", mix) for mix in plan.mixes]
+    return [
+        row(f"{name}/{field}", float(value), UNITS.get(field, "share"))
+        for name, mix in named
+        for field, value in asdict(mix).items()
+    ]
 
 
 def plan_page(plan: Plan, planner: Planner, about: str) -> Page:
@@ -80,16 +95,24 @@ def plan_page(plan: Plan, planner: Planner, about: str) -> Page:
     page.svg(_sources(planner, chosen))
     page.heading("Inputs")
     page.text(
-        "GPU s: seconds of prefill saved. wear: SSD writes a day over what the drives are rated for. "
-        "TTFT is time to compute and load one request alone, without queueing. GPU cost counts prefill only. "
-        "SSD writes assume that every computed block is written once."
+        "GPU s: seconds of prefill saved against no cache at all. wear: SSD writes a day over what the drives are "
+        "rated for. TTFT is the time to compute and load one request alone, without queueing. GPU cost counts prefill "
+        "only. Prices, bandwidths and endurance are assumptions until you give your own (--hardware FILE)."
     )
     given = [
         ["KV bytes per token", f"{model.kv_bytes_per_token:,} ({model.basis})"],
         ["active parameters", f"{model.active_params:.3g}"],
+        ["target for TTFT p99", f"{plan.target_p99:g} s"],
     ]
-    page.table(("input", "value"), given + [[k, str(v)] for k, v in asdict(hw).items()])
+    page.table(("input", "value"), given + [[k, _plain(v)] for k, v in asdict(hw).items()])
+    page.heading("Appendix: where each number comes from")
+    page.text(f"For the mix of {chosen.dram_gib:,.0f} GiB DRAM and {chosen.nvme_gib:,.0f} GiB NVMe; others alike.")
+    page.table(APPENDIX_HEAD, appendix(planner, chosen), words=True)
     return page
+
+
+def _plain(value: object) -> str:
+    return f"{value:,.10g}" if isinstance(value, float) else str(value)
 
 
 def _curve(planner: Planner) -> str:

@@ -25,7 +25,8 @@ body{font:16px/1.5 system-ui,sans-serif;max-width:960px;margin:2rem auto;padding
 h1{font-size:1.6rem;margin:0 0 .2rem}h2{font-size:1.2rem;margin:2rem 0 .5rem}p.sub{opacity:.7;margin:0 0 1rem}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.9rem;width:100%}
 th,td{padding:.25rem .6rem;text-align:right;border-bottom:1px solid var(--line)}
-th:first-child,td:first-child{text-align:left}tr.best{background:var(--soft);font-weight:600}
+th:first-child,td:first-child{text-align:left}table.words th,table.words td{text-align:left;vertical-align:top}
+tr.best{background:var(--soft);font-weight:600}
 svg{width:100%;height:auto;font:12px system-ui,sans-serif}svg text{fill:currentColor}
 li{margin:.3rem 0}.wide{overflow-x:auto}
 """
@@ -59,13 +60,17 @@ class Page:
     def bullets(self, items: Sequence[str]) -> None:
         self.parts.append("<ul>" + "".join(f"<li>{html.escape(item)}</li>" for item in items) + "</ul>")
 
-    def table(self, header: Sequence[str], rows: Sequence[Sequence[str]], best: int = -1) -> None:
+    def table(self, header: Sequence[str], rows: Sequence[Sequence[str]], best: int = -1, words: bool = False) -> None:
+        """`best`: the row to stand out. `words`: cells are text, not figures."""
         head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
         body = ""
         for number, cells in enumerate(rows):
             mark = ' class="best"' if number == best else ""
             body += f"<tr{mark}>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
-        self.parts.append(f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>')
+        kind = ' class="words"' if words else ""
+        self.parts.append(
+            f'<div class="wide"><table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+        )
 
     def svg(self, picture: str) -> None:
         self.parts.append(picture)

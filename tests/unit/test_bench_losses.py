@@ -45,9 +45,9 @@ def by_name(trace: Trace, runs: list[int]) -> dict[str, int]:
 def test_each_cause_of_a_small_story() -> None:
     assert by_name(story(), [0, 0, 0, 0]) == {
         "after a tool call, 10-60 s": 128,
-        "after the end of a turn, over 15 min": 128,
-        "in an older branch, over 15 min": 64,
-        "shared, another's last, under 10 s": 64,
+        "after a turn's end, over 15 min": 128,
+        "an older branch, over 15 min": 64,
+        "another's prefix, under 10 s": 64,
         "first sight": 192 + 72 + 64 + 64,
     }
 
