@@ -9,6 +9,7 @@ from kvstore.core.eviction import make_policy
 from kvstore.core.types import Tier
 from kvstore_bench.flat import hostile
 from kvstore_bench.flat.learned import session_hits
+from kvstore_bench.flat.overlap import overlapped
 from kvstore_bench.flat.tree import replay
 from kvstore_bench.sweep import Simulator
 
@@ -45,3 +46,16 @@ def test_prompts_asked_by_many_once_each_are_kept_like_by_lru() -> None:
     hits = session_hits(trace, capacity)
     assert int(hits.sum()) >= 0.99 * int(Simulator(trace).point("leaf-lru", capacity).runs.sum())
     assert np.count_nonzero(hits) > 0.7 * trace.num_requests
+
+
+def test_overlapped_sessions_keep_their_gaps_and_blocks() -> None:
+    trace = hostile.make("clockwork", 1, 400)
+    moved = overlapped(trace, 50.0, 3)
+    assert moved.num_requests == trace.num_requests
+    assert moved.num_blocks == trace.num_blocks
+    for name in trace.session_names:
+        before = trace.times_ns[trace.session == trace.session_names.index(name)]
+        after = moved.times_ns[moved.session == moved.session_names.index(name)]
+        assert np.allclose(np.diff(before), np.diff(after), atol=1e4)
+    starts = [moved.times_ns[moved.session == s][0] for s in range(moved.num_sessions)]
+    assert max(starts) - min(starts) <= 50 * 10**9

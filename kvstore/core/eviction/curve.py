@@ -57,7 +57,8 @@ def index_curve(hazard: list[float], first: int = 0) -> list[int]:
         gains.append(gain)
         costs.append(cost)
         alive.append(reach)
-        index[k] = round(INDEX_STEPS * log2(max(gain / cost, 1e-12)))
+        rate = gain / cost
+        index[k] = round(INDEX_STEPS * log2(rate if rate > 1e-12 else 1e-12))
     index[-1] = index[LAST_BIN]
     return index
 

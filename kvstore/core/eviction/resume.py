@@ -102,7 +102,7 @@ class Row:
 
 def clip(p: float) -> float:
     """Away from 0 and 1, where log-odds end."""
-    return min(max(p, 1e-5), 0.999)
+    return 1e-5 if p < 1e-5 else 0.999 if p > 0.999 else p
 
 
 class ResumeModel:
@@ -309,8 +309,9 @@ class ResumeModel:
             x0, x1, exposed, x3, x4 = row.exposed[k : k + 5]
             seen = RATIO_WEIGHT + e0 + e1 + e3 + e4
             expected = RATIO_WEIGHT + x0 * r0 + x1 * r1 + x3 * r3 + x4 * r4
-            guess = min(base * min(seen / expected, RATIO_MAX), 0.9)
-            own = clip((events + CONTEXT_WEIGHT * guess) / (exposed + CONTEXT_WEIGHT))
+            ratio = seen / expected
+            guess = base * (ratio if ratio < RATIO_MAX else RATIO_MAX)
+            own = clip((events + CONTEXT_WEIGHT * (guess if guess < 0.9 else 0.9)) / (exposed + CONTEXT_WEIGHT))
             row.signs[k] = log(own / (1.0 - own)) - level
 
     def _learn(self, rows: list[Row], k: int, outcome: float) -> None:
@@ -323,11 +324,15 @@ class ResumeModel:
 
     def _index(self, rows: list[Row], first: int) -> list[int]:
         """[K] the index by present counts, from bin `first` on."""
-        mixed = self._levels
+        bins = slice(first, NUM_BINS - 1)
+        mixed = self._levels[bins]
         for weights, row in zip(self._weights, rows, strict=True):
-            mixed = [value + weight * sign for value, weight, sign in zip(mixed, weights, row.signs, strict=True)]
-        return index_curve([hazard_of(value) for value in mixed], first)
+            signs = row.signs[bins]
+            mixed = [a + b * c for a, b, c in zip(mixed, weights[bins], signs)]  # noqa: B905 - hot, cut alike above
+        return index_curve([0.0] * first + [hazard_of(value) for value in mixed], first)
 
 
 def hazard_of(log_odds: float) -> float:
-    return min(max(1.0 / (1.0 + exp(-log_odds)), 1e-6), 0.9999)
+    """Kept away from 0 and 1. Conditions instead of min and max: this runs at every bin of every prediction."""
+    p = 1.0 / (1.0 + exp(-log_odds))
+    return 1e-6 if p < 1e-6 else 0.9999 if p > 0.9999 else p
