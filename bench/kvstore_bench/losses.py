@@ -26,7 +26,7 @@ U8 = npt.NDArray[np.uint8]
 WHY = (
     "after a tool call",
     "after a turn's end",
-    "after unnamed stop",
+    "after other stop",
     "an older branch",
     "another's prefix",
 )

@@ -19,7 +19,7 @@ UNITS = "Share of all input tokens (of the missed ones), by what the block's ses
 PHRASES = (
     "a context that came back after a tool call",
     "a context that came back after the end of a turn",
-    "a context that came back (the trace doesn't say after what)",
+    "a context that came back after a stop the trace doesn't name",
     "a branch that its session had left behind and took up again",
     "a prefix that another session had used last",
 )
@@ -74,8 +74,9 @@ def loss_tables(pairs: Sequence[Pair]) -> list[Table]:
     tables = []
     for start in range(0, len(pairs), 2):
         part = pairs[start : start + 2]
-        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
         for number, head in enumerate(header(part)):
+            head = head if number < len(HEAD) else head.replace(" ", "\n", 1)
             table.add_column(head, justify="left" if number < len(HEAD) else "right", no_wrap=True)
         for line in lines(part):
             table.add_row(*line, style="bold" if line[0] == ALL else None)
@@ -105,7 +106,7 @@ def sentence(pair: Pair) -> str:
     most = max(range(FIRST_SIGHT), key=lambda c: mine.tokens[c])
     if mine.share(most) < SEEN:
         return text + "."
-    text += f" (the largest part, {mine.share(most):.1%}, {phrase(most)})"
+    text += f"; the largest part, {mine.share(most):.1%}, {phrase(most)}"
     excess = [mine.share(c) - best.share(c) for c in range(FIRST_SIGHT)]
     gap = mine.missed - best.missed
     if gap < SEEN:
@@ -122,9 +123,15 @@ def phrase(cause: int) -> str:
     return f"is {PHRASES[cause // len(GAPS)]}, last used {GAPS[cause % len(GAPS)]} before"
 
 
+def sentences(pairs: Sequence[Pair]) -> list[str]:
+    """At most three capacities: the one most is missed at, the middle, the one least is."""
+    ranked = sorted(pairs, key=lambda pair: -pair.mine.missed)
+    return [sentence(ranked[at]) for at in sorted({0, len(ranked) // 2, len(ranked) - 1})]
+
+
 def loss_section(page: Page, pairs: Sequence[Pair]) -> None:
     """The part of a page."""
     page.subheading("Where the misses come from")
-    page.bullets([sentence(pair) for pair in pairs])
+    page.bullets(sentences(pairs))
     page.text(UNITS)
     page.table(header(pairs), lines(pairs), len(lines(pairs)) - 1)

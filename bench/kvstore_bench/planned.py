@@ -13,9 +13,10 @@ from kvstore_bench.appendix import HEAD as APPENDIX_HEAD
 from kvstore_bench.appendix import appendix
 from kvstore_bench.plan import Mix, Plan, Planner
 from kvstore_bench.report import Page, Series, line_chart, stacked_chart
+from kvstore_bench.residency import duration
 from kvstore_bench.rows import Row, row
 
-HEAD = ("DRAM GiB", "NVMe", "saved", "GPU s", "p50 s", "p99 s", "$/month", "$/Mtok", "$/sess.", "wear")
+HEAD = ("DRAM", "NVMe", "saved", "GPU s", "p50 s", "p99 s", "$/month", "$/Mtok", "$/sess.", "wear")
 SLICES = 48
 
 
@@ -26,23 +27,23 @@ def cells(mix: Mix) -> list[str]:
         f"{mix.nvme_gib:,.0f}",
         f"{mix.tokens_saved:.1%}",
         f"{mix.gpu_seconds_saved:,.0f}",
-        f"{mix.ttft_p50:.3f}",
+        f"{mix.ttft_p50:.2f}",
         f"{mix.ttft_p99:.2f}",
         f"{mix.usd_month:,.0f}",
         f"{mix.usd_per_million_tokens:.4f}",
         f"{mix.usd_per_session:.4f}",
-        f"{mix.nvme_endurance_used:.3g}x",
+        f"{mix.nvme_endurance_used:.2g}x" if mix.nvme_endurance_used < 100 else f"{mix.nvme_endurance_used:,.0f}x",
     ]
 
 
 def print_plan(out: Console, plan: Plan, planner: Planner, about: str) -> None:
     """Table and reasons."""
+    out.print(f"{planner.simulator.trace.name}: {about}", markup=False, highlight=False)
     table = Table(
-        title=f"{planner.simulator.trace.name}: {about}",
-        title_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
+        caption="DRAM, NVMe: GiB. GPU s: seconds of prefill saved. wear: SSD writes over their rating.",
     )
     for head in HEAD:
         table.add_column(head, justify="right", no_wrap=True)
@@ -95,16 +96,17 @@ def plan_page(plan: Plan, planner: Planner, about: str) -> Page:
     page.svg(_sources(planner, chosen))
     page.heading("Inputs")
     page.text(
-        "GPU s: seconds of prefill saved against no cache at all. wear: SSD writes a day over what the drives are "
-        "rated for. TTFT is the time to compute and load one request alone, without queueing. GPU cost counts prefill "
-        "only. Prices, bandwidths and endurance are assumptions until you give your own (--hardware FILE)."
+        "DRAM, NVMe: GiB. GPU s: seconds of prefill saved against no cache at all. wear: SSD writes a day over what "
+        "the drives are rated for. TTFT is the time to compute and load one request alone, without queueing. GPU cost "
+        "counts prefill only. Prices, bandwidths and endurance are assumptions until you give your own (--hardware "
+        "FILE)."
     )
     given = [
         ["KV bytes per token", f"{model.kv_bytes_per_token:,} ({model.basis})"],
         ["active parameters", f"{model.active_params:.3g}"],
         ["target for TTFT p99", f"{plan.target_p99:g} s"],
     ]
-    page.table(("input", "value"), given + [[k, _plain(v)] for k, v in asdict(hw).items()])
+    page.table(("input", "value"), given + [[k, _plain(v)] for k, v in asdict(hw).items()], words=True)
     page.heading("Appendix: where each number comes from")
     page.text(f"For the mix of {chosen.dram_gib:,.0f} GiB DRAM and {chosen.nvme_gib:,.0f} GiB NVMe; others alike.")
     page.table(APPENDIX_HEAD, appendix(planner, chosen), words=True)
@@ -140,5 +142,5 @@ def _sources(planner: Planner, mix: Mix) -> str:
         parts = [float(part[here].sum()) * trace.block_tokens for part in (hbm, dram - hbm, total - dram)]
         shares = [part / tokens for part in parts] if tokens else [0.0, 0.0, 0.0]
         shares.append(max(0.0, 1.0 - sum(shares)) if tokens else 0.0)
-        columns.append((f"{edges[number] / 3.6e12:.1f}", shares))
-    return stacked_chart(["HBM", "DRAM", "NVMe", "computed"], columns, "hours since the first request")
+        columns.append((duration(int(edges[number])), shares))
+    return stacked_chart(["HBM", "DRAM", "NVMe", "computed"], columns, "since the first request")

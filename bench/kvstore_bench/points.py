@@ -67,14 +67,18 @@ def code_digest() -> str:
 
 
 class Kept:
-    """The file. One run at a time; a line that was being written when a run was killed is cut off."""
+    """The file. One run at a time; a line that was being written when a run was killed is cut off.
+
+    `found`: keys of points from earlier runs that were asked for in this one.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.num_found = 0
+        self.found: set[str] = set()
         self._file: IO[bytes] = path.open("a+b")
         try:
             self._points = self._start()
+            self._earlier = set(self._points)
         except BaseException:
             self._file.close()
             raise
@@ -117,10 +121,10 @@ class Kept:
         value = self._points.get(key)
         if value is None:
             return None
-        self.num_found += 1
+        self.found |= {key} & self._earlier
         runs = np.frombuffer(zlib.decompress(base64.b64decode(value["runs"])), "<i4").astype(np.int64)
         figures = (value["policy"], value["capacity"], value["blocks"], value["tokens"], value["seconds"])
-        return Point(*figures, runs=runs, kept=True)
+        return Point(*figures, runs=runs, kept=key in self._earlier)
 
     def add(self, key: str, trace: str, point: Point) -> None:
         """Keep a finished point; it is in the file when this returns."""

@@ -22,22 +22,22 @@ def decide(mixes: list[Mix], planner: Planner, target_p99: float) -> Plan:
 
 
 def reasons(mixes: list[Mix], best: Mix | None, planner: Planner, target_p99: float) -> list[str]:
-    """Sizes, ceiling, HBM alone, the choice (or that there is none), what it catches, NVMe."""
+    """The choice (or that there is none) first, then what it rests on."""
     trace, hw = planner.simulator.trace, planner.hardware
     ceiling = planner.simulator.point("infinite", trace.num_blocks).tokens
     bare = next(m for m in mixes if not m.dram_gib and not m.nvme_gib)
     chosen = best or min(mixes, key=lambda m: m.ttft_p99)
     return [
-        _sizes(planner),
-        f"However large the cache, at most {ceiling:.1%} of the {trace.total_tokens:,} input tokens can be saved: "
-        "the rest is new text.",
-        _depth(planner),
-        f"HBM alone ({hw.hbm_gib:,.0f} GiB) saves {bare.tokens_saved:.1%} of the tokens and "
-        f"{bare.gpu_seconds_saved:,.0f} of the {planner.gpu_seconds_bare:,.0f} GPU seconds that prefill takes without "
-        f"any cache; TTFT p99 is then {bare.ttft_p99:.2f} s.",
         _closest(mixes, target_p99) if best is None else _choice(best, bare, target_p99),
         *_catches(planner, chosen),
         *([] if best is None else [_wear(best) if best.nvme_gib else _without_nvme(mixes, best)]),
+        f"HBM alone ({hw.hbm_gib:,.0f} GiB) saves {bare.tokens_saved:.1%} of the tokens and "
+        f"{bare.gpu_seconds_saved:,.0f} of the {planner.gpu_seconds_bare:,.0f} GPU seconds that prefill takes without "
+        f"any cache; TTFT p99 is then {bare.ttft_p99:.2f} s.",
+        f"However large the cache, at most {ceiling:.1%} of the {trace.total_tokens:,} input tokens can be saved: "
+        "the rest is new text.",
+        _depth(planner),
+        _sizes(planner),
     ]
 
 
@@ -71,7 +71,7 @@ def _choice(best: Mix, bare: Mix, target_p99: float) -> str:
 
 def _closest(mixes: list[Mix], target_p99: float) -> str:
     near = min(mixes, key=lambda m: m.ttft_p99)
-    worn = f" but writes {near.nvme_endurance_used:.1f}x what its drives endure" if near.nvme_endurance_used > 1 else ""
+    worn = f" but writes {near.nvme_endurance_used:.3g}x what its drives endure" if near.nvme_endurance_used > 1 else ""
     sound = [m for m in mixes if m.nvme_endurance_used <= 1]
     best = min(sound, key=lambda m: m.ttft_p99)
     other = f" (without wearing drives out: {best.dram_gib:,.0f} GiB DRAM, {best.ttft_p99:.2f} s)" if worn else ""
@@ -118,5 +118,5 @@ def _without_nvme(mixes: list[Mix], best: Mix) -> str:
         return "The node takes no NVMe."
     gain = max(m.tokens_saved for m in same) - best.tokens_saved
     worn = min(m.nvme_endurance_used for m in same)
-    wear = f", and every size would be worn out early ({worn:.1f}x its rating at best)" if worn > 1.0 else ""
+    wear = f", and every size would be worn out early ({worn:.3g}x its rating at best)" if worn > 1.0 else ""
     return f"NVMe beside that much DRAM would save {gain:.1%} more of the tokens at most{wear}: not the cheapest way."

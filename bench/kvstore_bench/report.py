@@ -27,7 +27,8 @@ table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.9rem
 th,td{padding:.25rem .6rem;text-align:right;border-bottom:1px solid var(--line)}
 th:first-child,td:first-child{text-align:left}table.words th,table.words td{text-align:left;vertical-align:top}
 tr.best{background:var(--soft);font-weight:600}
-svg{width:100%;height:auto;font:12px system-ui,sans-serif}svg text{fill:currentColor}
+td,th{white-space:nowrap}.words td,.words th{white-space:normal;min-width:8rem}
+svg{display:block;width:100%;min-width:640px;height:auto;font:12px system-ui,sans-serif}svg text{fill:currentColor}
 li{margin:.3rem 0}.wide{overflow-x:auto}
 """
 
@@ -73,13 +74,15 @@ class Page:
         )
 
     def svg(self, picture: str) -> None:
-        self.parts.append(picture)
+        self.parts.append(f'<div class="wide">{picture}</div>')
 
     def render(self) -> str:
         """The whole page."""
         title = html.escape(self.title)
         head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        head += f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body>'
+        head += (
+            f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{STYLE}</style></head><body>'
+        )
         head += f'<h1>{title}</h1><p class="sub">{html.escape(self.subtitle)}</p>'
         return f"{head}{''.join(self.parts)}</body></html>\n"
 
@@ -101,6 +104,20 @@ def _frame(x_label: str, x_ticks: list[tuple[float, str]], y_ticks: list[tuple[f
     return out + f'<text x="{middle:.0f}" y="{HEIGHT - 6}" text-anchor="middle" opacity=".7">{label}</text>'
 
 
+def short(x: float) -> str:
+    """A number on an axis."""
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+
+
+def ticks_apart(ticks: list[tuple[float, str]]) -> list[tuple[float, str]]:
+    """Without those whose labels would touch the one before; the last always stays."""
+    kept: list[tuple[float, str]] = []
+    for x, label in reversed(ticks):
+        if not kept or kept[-1][0] - x >= 4 * (len(label) + len(kept[-1][1])):
+            kept.append((x, label))
+    return kept[::-1]
+
+
 def line_chart(series: list[Series], x_label: str) -> str:
     """Shares (0 to 1) over positive x on a logarithmic axis, a legend at the right ordered by the last value."""
     xs = sorted({x for one in series for x, _ in one.points})
@@ -113,14 +130,16 @@ def line_chart(series: list[Series], x_label: str) -> str:
     def up(y: float) -> float:
         return TOP + (HEIGHT - BOTTOM - TOP) * (1.0 - y)
 
-    out = _frame(x_label, [(across(x), f"{x:g}") for x in xs], [(up(y / 5), f"{y * 20} %") for y in range(6)])
-    ranked = sorted(enumerate(series), key=lambda pair: -pair[1].points[-1][1])
+    out = _frame(
+        x_label, ticks_apart([(across(x), short(x)) for x in xs]), [(up(y / 5), f"{y * 20} %") for y in range(6)]
+    )
+    ranked = sorted(enumerate(series), key=lambda pair: -max(pair[1].points)[1])
     for place, (number, one) in enumerate(ranked):
-        path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in one.points)
+        path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in sorted(one.points))
         ink, dash = colour(one.name, number), DASHED.get(one.name, "")
         out += f'<polyline points="{path}" fill="none" stroke="{ink}" stroke-width="2" stroke-dasharray="{dash}"/>'
         for x, y in one.points:
-            tip = html.escape(f"{one.name}: {y:.1%} at {x:g}")
+            tip = html.escape(f"{one.name}: {y:.1%} at {short(x)}")
             out += f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="3" fill="{ink}"><title>{tip}</title></circle>'
         y = TOP + 10 + 18 * place
         out += f'<rect x="{WIDTH - RIGHT + 14}" y="{y - 8}" width="12" height="4" fill="{ink}"/>'

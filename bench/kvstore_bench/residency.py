@@ -32,10 +32,16 @@ def residency_columns(trace: Trace, policy: str, capacity: int) -> Columns:
 
     def sample(machine: Machine, r: int) -> None:
         if r in wanted:
-            columns.append((f"{int(times[r]) / 3.6e12:.2g} h", _shares(machine, capacity)))
+            columns.append((duration(int(times[r])), _shares(machine, capacity)))
 
     replay_machine(part, policy, capacity, signal_ends=True, sample=sample)
     return columns
+
+
+def duration(time_ns: int) -> str:
+    """Hours, or minutes below one."""
+    hours = time_ns / 3.6e12
+    return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"
 
 
 def _shares(machine: Machine, capacity: int) -> list[float]:

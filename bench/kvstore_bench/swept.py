@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.table import Table
 
 from kvstore_bench.capacities import parse_capacity
-from kvstore_bench.lossview import UNITS, Pair, loss_rows, loss_section, loss_tables, main_policy, sentence
+from kvstore_bench.lossview import UNITS, Pair, loss_rows, loss_section, loss_tables, main_policy, sentences
 from kvstore_bench.points import Kept, Point
 from kvstore_bench.report import Page, Series, line_chart, stacked_chart
 from kvstore_bench.residency import CLASSES, residency_columns
@@ -30,6 +30,15 @@ class Swept:
     @property
     def trace(self) -> Trace:
         return self.simulator.trace
+
+    @property
+    def capacities(self) -> list[tuple[str, int]]:
+        return list(zip(self.names, self.sizes, strict=True))
+
+    def percent(self, name: str, size: int) -> float:
+        """A capacity as % of the distinct blocks: as asked for, where it was asked for in %."""
+        asked = name.replace("%", "").strip()
+        return float(asked) if "%" in name else 100.0 * size / self.trace.num_blocks
 
     def at(self, policy: str, size: int) -> Point:
         """The point of a policy, simulated now where it wasn't asked for."""
@@ -124,31 +133,28 @@ def loss_pairs(swept: Swept) -> list[Pair]:
     policy, lost = main_policy([point.policy for point in swept.points]), swept.simulator.lost
     return [
         Pair(name, policy, lost(swept.at(policy, size)), lost(swept.at("optimum", size)))
-        for name, size in zip(swept.names, swept.sizes, strict=True)
+        for name, size in swept.capacities
     ]
 
 
 def show_losses(swept: Swept) -> list[Row]:
     """Words and tables on the terminal; gives the rows."""
     pairs = loss_pairs(swept)
-    for pair in pairs:
-        out.print(f"- {sentence(pair)}", markup=False, highlight=False)
-    out.print(UNITS)
+    for text in sentences(pairs):
+        out.print(f"- {text}", markup=False, highlight=False)
+    out.print(UNITS, highlight=False)
     for table in loss_tables(pairs):
-        out.print(table)
+        out.print(table, "")
     return loss_rows(swept.trace.name, pairs)
 
 
 def _curves(page: Page, swept: Swept) -> None:
-    trace, series = swept.trace, []
-    for policy, points in by_policy(swept).items():
-        series.append(Series(policy, [(round(100.0 * p.capacity / trace.num_blocks, 3), p.tokens) for p in points]))
+    shares = {size: swept.percent(name, size) for name, size in swept.capacities}
+    found = by_policy(swept).items()
+    series = [Series(policy, [(shares[p.capacity], p.tokens) for p in points]) for policy, points in found]
     page.svg(line_chart(series, "capacity, % of the distinct blocks (logarithmic)"))
-    shares = [100.0 * size / trace.num_blocks for size in swept.sizes]
-    page.table(
-        ["policy", *(f"{share:.3g} %" for share in shares)],
-        [[s.name, *(f"{y:.1%}" for _, y in s.points)] for s in series],
-    )
+    header = ["policy", *(name if "%" in name else f"{name} ({shares[s]:.3g} %)" for name, s in swept.capacities)]
+    page.table(header, [[s.name, *(f"{y:.1%}" for _, y in s.points)] for s in series])
     page.text(
         "optimum: Belady's rule with bypass, which no policy can beat. infinite: the ceiling of any cache. "
         "Only the leading run of a request's blocks counts."

@@ -119,10 +119,10 @@ def finished_points(resume: Path | None) -> Iterator[Any]:
         try:
             yield kept
         except KeyboardInterrupt:
-            text = f"interrupted: {len(kept)} points are kept in {resume}; the same command goes on from there"
+            text = f"interrupted: {len(kept)} finished points are kept in {resume}; the same command goes on from there"
             raise KeyboardInterrupt(text) from None
-        if kept.num_found:
-            say(f"{kept.num_found} points taken from {resume} (marked *), not simulated again")
+        if kept.found:
+            say(f"{len(kept.found)} points taken from {resume}, not simulated again")
 
 
 def describe(trace: Trace) -> str:

@@ -44,7 +44,7 @@ def test_a_kept_point_is_the_point_that_was_simulated(tmp_path: Path) -> None:
         first = Simulator(trace, kept).point("fifo", 500)
     with Kept(tmp_path / "points") as kept:
         again = Simulator(trace, kept).point("fifo", 500)
-        assert again.kept and not first.kept and kept.num_found == 1
+        assert again.kept and not first.kept and len(kept.found) == 1
         assert again.runs.tolist() == first.runs.tolist()
         assert replace(again, runs=first.runs, kept=False) == first
         assert not Simulator(trace, kept).point("fifo", 501).kept
@@ -80,7 +80,11 @@ def test_ctrl_c_is_one_line_and_a_second_start_goes_on(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(sweep.Simulator, "_simulate", two_only)
     stopped = CliRunner().invoke(app, [*SWEEP, "--resume", str(file)])
-    assert stopped.exit_code == 130 and "2 points are kept" in stopped.stderr and "Traceback" not in stopped.stderr
+    assert (
+        stopped.exit_code == 130
+        and "2 finished points are kept" in stopped.stderr
+        and "Traceback" not in stopped.stderr
+    )
     assert len(stopped.stderr.strip().splitlines()) == 1
     monkeypatch.setattr(sweep.Simulator, "_simulate", simulate)
     again = CliRunner().invoke(app, [*SWEEP, "--resume", str(file), "--json", str(rows)])
