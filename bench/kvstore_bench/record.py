@@ -5,8 +5,11 @@
           --> SESSION "tool_start bash", "turn_end", ...   --> why the session's latest request stopped, or its end
 
 A request names the last block it asked for; its path is read off the parents once the missing blocks were stored. What
-was never stored (no room, or nobody offloaded it) gets numbers of its own, so lengths are right. Requests without a
-session are not announced and so not recorded, nor are tokens behind the last full block.
+was never stored (no room, or nobody offloaded it) gets numbers of its own, so lengths are right. Tokens behind the last
+full block are not announced and so not recorded.
+
+A request without a session continues the one whose context its own begins with (as with chat logs), or starts one. A
+fork's parent is the session whose context the fork's first request begins with, unless the event names it.
 """
 
 from __future__ import annotations
@@ -41,6 +44,32 @@ class _Asked:
     stop: Stop = Stop.UNKNOWN
     tool: str = ""
     end: bool = False
+    parent: str = ""
+    is_fork: bool = False
+    """The first request of a fork."""
+
+
+@dataclass
+class _Ends:
+    """Where contexts ended so far: finds the session that a path continues."""
+
+    named: dict[bytes, str] = field(default_factory=dict)
+    nameless: dict[bytes, str] = field(default_factory=dict)
+    num_threads: int = 0
+
+    def thread(self, path: list[bytes]) -> str:
+        """Name of the session of a request that named none."""
+        found = next((self.nameless[block] for block in reversed(path) if block in self.nameless), "")
+        if not found:
+            self.num_threads += 1
+            found = f"nameless-{self.num_threads}"
+        self.nameless[path[-1]] = found
+        return found
+
+    def parent(self, path: list[bytes], session: str) -> str:
+        """The session that a fork's first path comes from; empty when none is known."""
+        names = (self.named.get(block, "") for block in reversed(path))
+        return next((name for name in names if name not in ("", session)), "")
 
 
 @dataclass
@@ -50,6 +79,8 @@ class Recorder:
     parents: dict[bytes, bytes] = field(default_factory=dict)
     asked: list[_Asked] = field(default_factory=list)
     latest: dict[str, _Asked] = field(default_factory=dict)
+    forks: dict[str, str] = field(default_factory=dict)
+    """Forks that haven't asked for anything yet, and their parent's name where it was said."""
     sequence: int = 0
 
     def take(self, event: pb.IndexEvent) -> None:
@@ -68,8 +99,14 @@ class Recorder:
             if hashes:
                 found = hashes[1] if len(hashes) > 1 else b""
                 request = _Asked(event.time_ns, event.session_id, int(rest.split()[0]), hashes[0], found)
+                request.is_fork = event.session_id in self.forks
+                request.parent = self.forks.pop(event.session_id, "")
                 self.asked.append(request)
-                self.latest[event.session_id] = request
+                if event.session_id:
+                    self.latest[event.session_id] = request
+            return
+        if what == "fork":
+            self.forks[event.session_id] = rest
             return
         request_or_none = self.latest.get(event.session_id)
         if request_or_none is None:
@@ -82,19 +119,26 @@ class Recorder:
 
     def trace(self, name: str, block_tokens: int) -> Trace:
         """Everything recorded so far."""
-        requests = [
-            RawRequest(
-                time_ns=asked.time_ns,
-                session=asked.session,
-                ids=np.array([_number(h) for h in self._path(asked)], np.int64),
-                input_tokens=asked.num_blocks * block_tokens,
-                stop=asked.stop,
-                tool=asked.tool,
-                end=asked.end,
-            )
-            for asked in self.asked
-        ]
-        return build(name, requests, block_tokens)
+        ends = _Ends()
+        return build(name, [self._request(asked, ends, block_tokens) for asked in self.asked], block_tokens)
+
+    def _request(self, asked: _Asked, ends: _Ends, block_tokens: int) -> RawRequest:
+        path = self._path(asked)
+        session, parent = asked.session or ends.thread(path), asked.parent
+        if asked.is_fork and not parent:
+            parent = ends.parent(path, session)
+        if asked.session:
+            ends.named[path[-1]] = session
+        return RawRequest(
+            time_ns=asked.time_ns,
+            session=session,
+            ids=np.array([_number(h) for h in path], np.int64),
+            input_tokens=asked.num_blocks * block_tokens,
+            stop=asked.stop,
+            tool=asked.tool,
+            end=asked.end,
+            parent=parent,
+        )
 
     def _path(self, asked: _Asked) -> list[bytes]:
         whole = self._known(asked.last)

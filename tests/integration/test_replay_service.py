@@ -13,9 +13,10 @@ from kvstore.core.keyspace import Keyspace
 from kvstore.core.types import SLOT_ALIGN
 from kvstore.testing.service import ServiceProcess, wait_for
 from kvstore_bench.record import Recorder, follow
-from kvstore_bench.replay import KEYSPACE, Replayer
+from kvstore_bench.replay import KEYSPACE, Replayer, replay_machine
 from kvstore_bench.traces.load import load
 from kvstore_bench.traces.model import RawRequest, Stop, Trace, build
+from kvstore_bench.traces.own import write_file
 from kvstore_client import Client, HostPool
 
 SHIPPED = Path(__file__).parents[1] / "data" / "traces" / "mooncake-conversation-1500.jsonl.xz"
@@ -148,3 +149,37 @@ def test_what_a_service_announces_is_the_trace_that_was_replayed(tmp_path: Path)
     assert [recorded.session_names[s] for s in recorded.session] == [trace.session_names[s] for s in trace.session]
     assert recorded.stop.tolist() == trace.stop.tolist()
     assert recorded.input_tokens.tolist() == trace.input_tokens.tolist()
+
+
+def test_a_recorded_trace_replayed_hits_what_the_service_hit(tmp_path: Path) -> None:
+    """Agents that fork sub-agents, in a tier too small for them: recorded, written, read again and replayed."""
+    capacity = 256
+    size = capacity * SLOT_ALIGN
+    service = ServiceProcess(tmp_path, dram_bytes=size, nvme_bytes=0, segment_bytes=size, lease_ttl_s=60)
+    service.options["dram_policy"] = "leaf-lru"
+    trace, hits = agents(), []
+    service.start()
+    try:
+        with Client(service.address) as client:
+            live = Live(client, int(trace.full_blocks().max()))
+            for r in range(trace.num_requests):
+                ids, name = ids_of(trace, r), trace.session_names[trace.session[r]]
+                hits.append(live.use(ids, name, Stop(int(trace.stop[r]))))
+                if r % 60 == 59:
+                    client.fork(name, f"{name}-sub-{r}")
+                    hits.append(live.use([*ids, 50_000 + r], f"{name}-sub-{r}", Stop.UNKNOWN))
+            client.end(name)
+            recorder, stop = Recorder(sequence=1), threading.Event()
+            thread = threading.Thread(target=follow, args=(client, recorder, stop))
+            thread.start()
+            wait_for(lambda: any(asked.end for asked in recorder.asked), "the last session's end to be announced")
+            stop.set()
+        thread.join()
+    finally:
+        service.stop()
+    write_file(recorder.trace("recorded", TINY.block_tokens), tmp_path / "recorded.jsonl.gz")
+    recorded = load(tmp_path / "recorded.jsonl.gz")
+    assert replay_machine(recorded, "leaf-lru", capacity).hits.tolist() == hits
+    assert 0 < sum(hits) < recorded.num_references, "something was found, something was evicted"
+    parents = {recorded.session_names[s]: recorded.session_names[p] for s, p in enumerate(recorded.parent) if p >= 0}
+    assert len(parents) == 5 and all(child.startswith(f"{parent}-sub-") for child, parent in parents.items())

@@ -86,7 +86,7 @@ def test_losses_on_the_terminal_in_rows_and_on_the_page(tmp_path: Path) -> None:
     command = ["hitrate", "-t", str(DATA), "-p", "session", "-c", "1%", "--losses"]
     done = CliRunner().invoke(app, [*command, "--json", str(rows), "--html", str(page)])
     assert done.exit_code == 0, done.output
-    assert "first sight" in done.stdout and "optimum 1%" in done.stdout and "which no cache can help" in done.stdout
+    assert "first sight" in done.stdout and "optimum" in done.stdout and "which no cache can help" in done.stdout
     found = {row["name"]: row["value"] for row in json.loads(rows.read_text())}
     for policy in ("session", "optimum"):
         parts = [v for name, v in found.items() if name.startswith(f"mooncake-conversation-1500/{policy}/1%/missed: ")]
