@@ -69,6 +69,8 @@ class PagedBatch:
         self.block_tokens = pool.keyspace.block_tokens
         self.pool = pool
         self.num_rows = sum(s.length for s in segments)
+        self.plan: Any = None
+        """What another attention works out once for all layers."""
         positions = torch.cat([torch.arange(s.start, s.start + s.length, device=pool.device) for s in segments])
         blocks = torch.div(positions, self.block_tokens, rounding_mode="floor")
         tables = [s.slots[blocks[s.row : s.row + s.length]] for s in segments]

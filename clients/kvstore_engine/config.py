@@ -17,6 +17,9 @@ Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, le=3600)]
 
 
+Attention = Literal["auto", "exact", "paged"]
+
+
 class EngineConfig(BaseModel):
     """Settings of one engine process. Sizes in bytes or tokens, times in seconds."""
 
@@ -35,6 +38,9 @@ class EngineConfig(BaseModel):
     pool_bytes: Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)] = 512 << 20
     """Size of the KV pool, the hbm tier."""
     block_tokens: Annotated[int, Field(ge=8, le=256, multiple_of=8)] = 32
+    attention: Attention = "auto"
+    """How contexts are read. exact: gathered, equal bits however they were cut; paged: where they lie in the pool, for
+    devices; auto: exact on a CPU, else paged where it proves right."""
     chunk_tokens: Positive = 256
     """Prefill ends at absolute multiples of this, so that results don't depend on what else was running."""
     context_tokens_max: int = 0

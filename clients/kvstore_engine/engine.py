@@ -270,7 +270,7 @@ class Engine:
             self._fail_requests()
 
     def _build(self) -> Scheduler:
-        executor = Executor(self.model, self.pool, self.config.max_batch, self.config.threads)
+        executor = Executor(self.model, self.pool, self.config.max_batch, self.config.threads, self.config.attention)
         table = HbmTable(self.pool, self.config.eviction, time.monotonic_ns)
         tokenizer, eos = self.model.tokenizer, self.model.eos_ids
         return Scheduler(self.config, executor, table, self._store, tokenizer, eos, time.monotonic_ns)

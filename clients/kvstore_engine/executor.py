@@ -17,8 +17,11 @@ from typing import Any
 
 import torch
 
-from kvstore_engine.attention import NAME, ROWS, PagedBatch, Scratch, Segment, register
-from kvstore_engine.model import LoadedModel
+from kvstore.errors import SetupError
+from kvstore_engine import attention
+from kvstore_engine.attention import ROWS, PagedBatch, Scratch, Segment
+from kvstore_engine.config import Attention
+from kvstore_engine.model import LoadedModel, head_dim
 from kvstore_engine.pool import KVPool
 
 
@@ -31,14 +34,33 @@ class Work:
     slots: Sequence[int]
 
 
+def choose_attention(shape: Any, pool: KVPool, wanted: Attention) -> str:
+    """The name that transformers knows it by. On a device "auto" means over block tables, if that is right there.
+
+    Raises SetupError when "paged" was asked for and doesn't work. Overwrites the pool.
+    """
+    attention.register()
+    if wanted == "exact" or (wanted == "auto" and pool.device.type == "cpu"):
+        return attention.NAME
+    from kvstore_engine import paged
+
+    paged.register()
+    if paged.works(pool, shape.num_attention_heads, head_dim(shape) ** -0.5):
+        return paged.NAME
+    if wanted == "paged":
+        raise SetupError('attention: "paged" doesn\'t work here, the log says why; use "auto" or "exact"')
+    return attention.NAME
+
+
 class Executor:
     """Runs the model. Owned by one thread."""
 
-    def __init__(self, model: LoadedModel, pool: KVPool, max_batch: int, threads: int) -> None:
+    def __init__(
+        self, model: LoadedModel, pool: KVPool, max_batch: int, threads: int, kind: Attention = "exact"
+    ) -> None:
         torch.set_num_threads(threads)  # counts for the calling thread
-        register()
         self._lm: Any = model.causal_lm
-        self._lm.set_attn_implementation(NAME)
+        self._lm.set_attn_implementation(choose_attention(self._lm.config, pool, kind))
         self.pool = pool
         self.num_rows = -(-max_batch // ROWS) * ROWS
         self._scratch = Scratch(pool.device)
