@@ -16,7 +16,7 @@ import typer
 from kvstore_bench.hardware import load_hardware
 from kvstore_bench.models import load_model
 from kvstore_bench.rows import write_json
-from kvstore_bench.terminal import Asked, describe, finished_points, out, progress, read, said
+from kvstore_bench.terminal import Asked, check_outputs, describe, finished_points, out, progress, read, said
 from kvstore_bench.traces.errors import TraceError
 from kvstore_bench.traces.load import FORMATS
 from kvstore_bench.traces.options import HOUR_S, ReadOptions
@@ -102,6 +102,7 @@ def hitrate(
     """Hit rates by policy and capacity: blocks, and tokens saved (only the leading run of a request counts)."""
     from kvstore_bench.swept import sweep_command
 
+    check_outputs(json, html)
     options = ReadOptions(span_hours * HOUR_S, seed, block_tokens, tokenizer)
     asked = asked_for(options, form, lenient, model, kv_dtype, seeds, sessions, resume)
     sweep_command(trace, check_policies(policy), capacity, asked, losses, json, html)
@@ -135,6 +136,7 @@ def compare(
     from kvstore_bench.closed import gap_command
     from kvstore_bench.swept import sweep_command
 
+    check_outputs(json, html)
     options = ReadOptions(span_hours * HOUR_S, seed, block_tokens, tokenizer)
     asked = asked_for(options, form, lenient, model, kv_dtype, seeds, sessions, resume)
     if not gap_closed:
@@ -170,6 +172,7 @@ def plan(
     from kvstore_bench.reasons import decide
     from kvstore_bench.sweep import Simulator
 
+    check_outputs(json, html)
     options = ReadOptions(span_hours * HOUR_S, seed, block_tokens, tokenizer)
     known_model, node = load_model(model, kv_dtype), load_hardware(hardware)
     check_policies([policy])
@@ -202,6 +205,7 @@ def convert(
     """Any readable trace to the own format."""
     from kvstore_bench.traces.own import write_file
 
+    check_outputs(output)
     loaded = only(read(trace, ReadOptions(span_hours * HOUR_S, seed, block_tokens, tokenizer), form, lenient), sessions)
     with progress() as bar:
         task = bar.add_task(f"writing {output.name}", total=loaded.num_requests)
@@ -222,6 +226,7 @@ def record(
     from kvstore_bench.record import record as watch
     from kvstore_bench.traces.own import write_file
 
+    check_outputs(output)
     try:
         trace = watch(address, seconds, block_tokens, output.name)
     except KVStoreError as error:

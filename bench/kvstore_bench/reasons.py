@@ -8,6 +8,7 @@ from kvstore_bench.hardware import GIB
 from kvstore_bench.losses import FIRST_SIGHT, GAPS
 from kvstore_bench.lossview import PHRASES
 from kvstore_bench.plan import Mix, Plan, Planner
+from kvstore_bench.report import short
 
 DEEP_TOKENS = 100_000
 WORTH_SAYING = 0.001
@@ -46,7 +47,7 @@ def _sizes(planner: Planner) -> str:
     distinct_gib = trace.num_blocks * planner.block_bytes / GIB
     return (
         f"One token's KV is {model.kv_bytes_per_token / 1024:.1f} KiB ({model.basis}); the trace's "
-        f"{trace.num_blocks:,} distinct blocks of {trace.block_tokens} tokens are {distinct_gib:,.0f} GiB."
+        f"{trace.num_blocks:,} distinct blocks of {trace.block_tokens} tokens are {short(distinct_gib)} GiB."
     )
 
 

@@ -97,7 +97,8 @@ class Simulator:
             runs = session_hits(self.trace, capacity, signal_ends=policy.endswith("+ends"))
             found = int(runs.sum())
         elif policy in MACHINE_POLICIES:
-            runs = replay_machine(self.trace, policy.removeprefix(MACHINE), capacity).hits
+            size = max(1, min(capacity, self.trace.num_blocks))  # larger holds no more, and costs tables
+            runs = replay_machine(self.trace, policy.removeprefix(MACHINE), size).hits
             found = int(runs.sum())
         else:
             hits = self.hits(policy, capacity)

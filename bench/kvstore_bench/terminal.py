@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -67,11 +68,24 @@ def say(text: str, style: str = "") -> None:
     err.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
+def check_outputs(*paths: Path | None) -> None:
+    """Hours of work aren't lost to a mistyped folder: raises TraceError before it begins."""
+    for path in paths:
+        if path is None:
+            continue
+        if path.is_dir():
+            raise TraceError(str(path), "is a folder", mend="name a file in it")
+        if not path.parent.is_dir():
+            raise TraceError(str(path), f"there is no folder {path.parent}", mend="make it, or name another")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise TraceError(str(path), "can't be written", mend="name a file that you may write")
+
+
 def progress() -> Progress:
-    """Bars on stderr, gone when done."""
+    """Bars on stderr, gone when done; none where nobody watches."""
     text = TextColumn("{task.description}", markup=False)
     columns = (SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=err, transient=True)
+    return Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
 
 
 def read(path: Path, options: ReadOptions, form: str, lenient: bool) -> Trace:

@@ -132,3 +132,27 @@ def test_bad_arguments_are_named(tmp_path: Path, arguments: list[str]) -> None:
     path = write_lines(tmp_path / "m.jsonl", MOONCAKE)
     result = CliRunner().invoke(app, ["hitrate", "--trace", str(path), *arguments])
     assert result.exit_code == 2 and arguments[0] in result.stderr
+
+
+def test_a_cut_archive_gives_what_is_before_the_cut_when_lenient(tmp_path: Path) -> None:
+    path = tmp_path / "cut.jsonl.xz"
+    whole = "\n".join(json.dumps(MOONCAKE | {"timestamp": n, "hash_ids": [n * 7, n * n]}) for n in range(20_000))
+    path.write_bytes(lzma.compress(whole.encode())[:-400])
+    with pytest.raises(TraceError, match="truncated or corrupt"):
+        load(path)
+    trace = load(path, lenient=True)
+    assert 0 < trace.num_requests < 20_000 and trace.skipped == 1 and "truncated" in trace.notes[0]
+
+
+@pytest.mark.parametrize("output", ["missing/rows", "."])
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_where_nothing_can_be_written_is_said_before_the_work(tmp_path: Path, option: str, output: str) -> None:
+    done = CliRunner().invoke(app, ["hitrate", "-t", "unread", option, str(tmp_path / output)])
+    assert done.exit_code == 2 and "folder" in done.stderr and "unread" not in done.stderr
+
+
+def test_no_cache_is_larger_than_a_billion_blocks(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "m.jsonl", MOONCAKE)
+    done = CliRunner().invoke(app, ["hitrate", "-t", str(path), "-p", "fifo", "-c", "9" * 30])
+    assert done.exit_code == 2 and "--capacity" in done.stderr
+    assert CliRunner().invoke(app, ["hitrate", "-t", str(path), "-p", "fifo", "-c", "9" * 12 + "%"]).exit_code == 2

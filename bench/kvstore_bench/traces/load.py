@@ -92,7 +92,7 @@ def load(
     options.is_archive = path.is_dir() or is_tar(path)
     options.partial_last = form in PARTIAL
     skips = Skips(lenient)
-    requests = _collect(path, FORMATS[form](path, options, skips), progress)
+    requests = _collect(path, FORMATS[form](path, options, skips), skips, progress)
     if not requests:
         why = f"; {skips.count} skipped, the first: {skips.first[0]}" if skips.count else ""
         raise TraceError(str(path), f"holds no usable request{why}", mend="is it the right file?")
@@ -111,12 +111,20 @@ def _name(path: Path) -> str:
     return name
 
 
-def _collect(path: Path, reader: Iterable[RawRequest], progress: Callable[[int], None] | None) -> list[RawRequest]:
+def _collect(
+    path: Path, reader: Iterable[RawRequest], skips: Skips, progress: Callable[[int], None] | None
+) -> list[RawRequest]:
+    """All requests; of a container that is cut off, those before the cut when lenient."""
     requests: list[RawRequest] = []
-    for request in reader:
-        requests.append(request)
-        if len(requests) > REQUESTS_MAX:
-            raise TraceError(str(path), f"has more than {REQUESTS_MAX} requests", mend="cut it into several files")
-        if progress is not None and len(requests) % 256 == 0:
-            progress(len(requests))
+    try:
+        for request in reader:
+            requests.append(request)
+            if len(requests) > REQUESTS_MAX:
+                raise TraceError(str(path), f"has more than {REQUESTS_MAX} requests", mend="cut it into several files")
+            if progress is not None and len(requests) % 256 == 0:
+                progress(len(requests))
+    except TraceError as error:
+        if not requests or len(requests) > REQUESTS_MAX:
+            raise
+        skips.take(error)
     return requests
