@@ -222,11 +222,11 @@ class Arena:
 
     def use_pinned(self, memory: Pinned) -> None:
         """Host buffers inside `memory` are copied without staging from now on."""
-        self._pinned.append(memory)
+        self._pinned = [*self._pinned, memory]  # another thread may be going through the old list
 
     def forget_pinned(self, memory: Pinned) -> None:
         """Undo `use_pinned`, before the memory goes."""
-        self._pinned.remove(memory)
+        self._pinned = [other for other in self._pinned if other is not memory]
 
     def copy_in(self, pairs: Iterable[PairIn], after: Sequence[After] = ()) -> CopyHandle:
         """Host -> slots. Each buffer is `slot_bytes` or `stride_bytes` long and must not change before `wait`.

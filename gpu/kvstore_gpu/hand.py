@@ -1,11 +1,13 @@
 """The hand of an engine whose pool lies on a device: moves blocks between it and what the client can reach.
 
 Stands where `kvstore.tiers.transfer.TransferEngine` stands for host pools, with the same `submit`: one end of each
-copy is `Memory(arena.flat, slot)`, the other a place in the DRAM arena or in a slab file.
+copy is `Memory(arena.flat, slot)`, the other a place in the DRAM arena, in a slab file, or in the pool too. The DRAM
+arena is pinned beside the work when it is first seen (`pins`).
 
     DRAM -> pool   copies on the arena's own stream, summed on the device afterwards
     NVMe -> pool   GPUDirect Storage where the probe chose it; else file -> pinned buffers -> pool, two halves in turn
     pool -> DRAM   summed on the device, then copied
+    pool -> pool   what another restore has just read; summed on the device afterwards
 
 One thread owns the arena and takes reads before writes. The caller's compute stream is marked when `submit` is
 called, and nothing touches a slot before that mark. A result is final: the bytes are there and, where checksums
@@ -34,6 +36,7 @@ from kvstore.tiers.transfer import Copy, CopyResult, File, Memory, Priority, Tra
 from kvstore_gpu.arena import Arena, CopyHandle, Point
 from kvstore_gpu.gds import GdsPath
 from kvstore_gpu.pinned import PinnedBuffer
+from kvstore_gpu.pins import Pins
 from kvstore_gpu.streams import HostBuffer
 
 log = logging.getLogger(__name__)
@@ -114,6 +117,7 @@ class DeviceHand:
         self._gds: dict[tuple[int, int], GdsPath] = {}
         self._pinned = PinnedBuffer(_aligned(arena, num_buffers * arena.stride_bytes))
         arena.use_pinned(self._pinned)
+        self._pins = Pins(arena)
         self._queue: queue.PriorityQueue[_Batch] = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._broken: KVStoreError | None = None
@@ -155,18 +159,20 @@ class DeviceHand:
             path.close()
         if self._own_files:
             self._files.close()
+        self._pins.close()
         self.arena.forget_pinned(self._pinned)
 
     def _check(self, copy: Copy) -> None:
         ends = [isinstance(place, Memory) and place.array is self.arena.flat for place in (copy.source, copy.target)]
-        if ends.count(True) != 1:
+        if not any(ends):
             raise InvalidField("copies", "one end of each lies in the device pool", "use Memory(arena.flat, slot)")
         if (copy.num_bytes, copy.slice_bytes) != (self.arena.slot_bytes, self.arena.slice_bytes):
             sizes = f"{copy.num_bytes} bytes in slices of {copy.slice_bytes}"
             raise InvalidField("copies", f"{sizes} don't fit the pool", f"its blocks are {self.arena.spec}")
-        slot = _pool_end(copy, self.arena).offset
-        if slot % self.arena.stride_bytes or not 0 <= slot < len(self.arena.flat):
-            raise InvalidField("copies", f"no slot begins at {slot}", "use a multiple of stride_bytes")
+        for place in itertools.compress((copy.source, copy.target), ends):
+            slot = cast(Memory, place).offset
+            if slot % self.arena.stride_bytes or not 0 <= slot < len(self.arena.flat):
+                raise InvalidField("copies", f"no slot begins at {slot}", "use a multiple of stride_bytes")
 
     def _serve(self) -> None:
         # A stream of its own is this thread's current one, so that nothing here queues up behind the engine's compute.
@@ -201,7 +207,10 @@ class DeviceHand:
         """Results in the order of the copies; each run of neighbours of one kind goes together."""
         for kind, group in itertools.groupby(batch.copies, key=lambda copy: _kind(copy, self.arena)):
             part = list(group)
-            if kind == "out":
+            if kind == "within":
+                batch.ready.event.wait()
+                yield from self._within(part)
+            elif kind == "out":
                 yield from self._offload(part, batch.ready)
             elif kind == "memory":
                 yield from self._from_memory(part, batch.ready)
@@ -210,8 +219,17 @@ class DeviceHand:
                 yield from self._from_files(part, batch.transfer.obstacle)
 
     def _from_memory(self, copies: list[Copy], ready: Point) -> list[CopyResult]:
+        for copy in copies:
+            self._pins.see(cast(Memory, copy.source).array)
         pairs = [(_bytes_of(copy.source, copy.num_bytes), self._slot(copy)) for copy in copies]
         self.arena.copy_in(pairs, after=[ready]).wait()
+        return self._judge(copies)
+
+    def _within(self, copies: list[Copy]) -> list[CopyResult]:
+        rows, stride = self.arena.tensor, self.arena.stride_bytes
+        for copy in copies:
+            source, target = (cast(Memory, place).offset // stride for place in (copy.source, copy.target))
+            rows[target].copy_(rows[source])
         return self._judge(copies)
 
     def _from_files(self, copies: list[Copy], obstacle: Obstacle) -> list[CopyResult]:
@@ -280,6 +298,9 @@ class DeviceHand:
 
     def _offload(self, copies: list[Copy], ready: Point) -> list[CopyResult]:
         ready.event.wait()
+        for copy in copies:
+            if isinstance(copy.target, Memory):
+                self._pins.see(copy.target.array)
         sums = self.arena.checksums([self._slot(copy) for copy in copies])
         pairs = [(self._slot(copy), _bytes_of(copy.target, copy.num_bytes)) for copy in copies]
         self.arena.copy_out(pairs, after=[ready]).wait()
@@ -302,17 +323,18 @@ def _result(copy: Copy, row: Sums) -> CopyResult:
     return CopyResult(None, got if copy.want_checksums else None)
 
 
+def _in_pool(place: Memory | File, arena: Arena) -> bool:
+    return isinstance(place, Memory) and place.array is arena.flat
+
+
 def _pool_end(copy: Copy, arena: Arena) -> Memory:
-    source, target = copy.source, copy.target
-    if isinstance(source, Memory) and source.array is arena.flat:
-        return source
-    assert isinstance(target, Memory)
-    return target
+    """The end in the pool; of two, the one that is written."""
+    return cast(Memory, copy.target if _in_pool(copy.target, arena) else copy.source)
 
 
 def _kind(copy: Copy, arena: Arena) -> str:
-    if _pool_end(copy, arena) is copy.source:
-        return "out"
+    if _in_pool(copy.source, arena):
+        return "within" if _in_pool(copy.target, arena) else "out"
     return "memory" if isinstance(copy.source, Memory) else "file"
 
 

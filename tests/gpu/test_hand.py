@@ -114,6 +114,18 @@ def test_blocks_come_from_a_slab_and_from_dram_in_one_batch(
         assert np.array_equal(row_of(arena, row)[:NUM_BYTES], dram[i * STRIDE :][:NUM_BYTES])
 
 
+def test_what_another_restore_has_read_is_copied_within_the_pool(
+    arena: Arena, hand: DeviceHand, dram: HostBuffer
+) -> None:
+    hand.submit([restore(arena, Memory(dram, i * STRIDE), i) for i in range(4)], Priority.READ).wait(10)
+    copies = [restore(arena, Memory(arena.flat, i * STRIDE), 8 + i, sums(dram, i)) for i in range(4)]
+    copies[2].checksums = sums(dram, 9)
+    results = hand.submit(copies, Priority.READ).wait(10)
+    assert [i for i, result in enumerate(results) if not result.ok] == [2]
+    for i in range(4):
+        assert np.array_equal(row_of(arena, 8 + i)[:NUM_BYTES], dram[i * STRIDE :][:NUM_BYTES])
+
+
 def test_a_short_slab_and_rotten_bytes_fail_alone(
     arena: Arena, hand: DeviceHand, dram: HostBuffer, slab: OpenFile
 ) -> None:
@@ -185,7 +197,8 @@ def test_places_that_cant_be_are_refused(arena: Arena, hand: DeviceHand, dram: H
     pool = Memory(arena.flat, 0)
     for copy in (
         Copy(Memory(dram), Memory(dram), NUM_BYTES, SPEC.slice_bytes),
-        Copy(pool, pool, NUM_BYTES, SPEC.slice_bytes),
+        Copy(Memory(arena.flat, 100), pool, NUM_BYTES, SPEC.slice_bytes),
+        Copy(pool, Memory(arena.flat, 16 * STRIDE), NUM_BYTES, SPEC.slice_bytes),
         Copy(Memory(dram), pool, STRIDE, SPEC.slice_bytes),
         Copy(Memory(dram), Memory(arena.flat, 100), NUM_BYTES, SPEC.slice_bytes),
         Copy(Memory(dram), Memory(arena.flat, 16 * STRIDE), NUM_BYTES, SPEC.slice_bytes),
