@@ -128,7 +128,9 @@ def _with_service(
     service.options["io_threads"] = 4
     try:
         start(service)
-        store = ServiceStore(service.address, model.keyspace, restore_timeout_s=10, offload_timeout_s=60)
+        store = ServiceStore(
+            service.address, model.keyspace, restore_timeout_s=10, offload_timeout_s=60, device=model.device
+        )
         hbm = config.model_copy(update={"pool_bytes": sizes.of(sizes.hbm), "max_batch": 4})
         console.print(
             f"{len(scripts)} agents with contexts of up to {sizes.context_bytes // MIB} MiB; room for "

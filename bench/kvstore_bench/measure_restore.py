@@ -104,7 +104,9 @@ def _measure(
 
 
 def _engine(config: EngineConfig, model: LoadedModel, service: ServiceProcess) -> Engine:
-    store = ServiceStore(service.address, model.keyspace, restore_timeout_s=30, offload_timeout_s=QUIET_S)
+    store = ServiceStore(
+        service.address, model.keyspace, restore_timeout_s=30, offload_timeout_s=QUIET_S, device=model.device
+    )
     return Engine(config, model, store)
 
 

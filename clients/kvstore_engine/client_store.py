@@ -3,8 +3,7 @@
 The service may be away at any time, at start too: calls then fail fast (Unavailable, which the scheduler takes as a
 miss), and a new attempt to connect is made at most once in `RETRY_S`. Once connected the client reconnects by itself.
 
-A pool in host memory is read and written in place. A pool on a device goes through a window of host memory, a few
-blocks at a time, and what arrived is read back and compared.
+A pool in host memory is read and written in place by the client's own threads; one on a device by `device.PoolMover`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,13 +20,16 @@ from kvstore.core.events import SignalKind
 from kvstore.core.hashing import TokenChain
 from kvstore.core.keyspace import Keyspace
 from kvstore.core.types import Durability
-from kvstore.errors import Unavailable, UnknownSession
+from kvstore.errors import SetupError, Unavailable, UnknownSession
 from kvstore_client import Client, HostPool, Lease, PoolReport
-from kvstore_engine.pool import KVPool, allocate_host
+from kvstore_client.pool import Pool
+from kvstore_engine import device as devices
+from kvstore_engine.device import PoolMover
+from kvstore_engine.pool import KVPool
 from kvstore_engine.store import PoolStats, RestoreResult, StoreLease
 
 RETRY_S = 1.0
-WINDOW_BLOCKS = 32
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,20 @@ def claim_of(lease: StoreLease) -> Claim:
 class ServiceStore:
     """The service at `address`, for blocks of one keyspace.
 
-    Raises what registering the keyspace raises (a service that refuses our layout must not look like one that is away).
+    `device`: where the engine's pool lies. Raises what registering the keyspace raises (a service that refuses our
+    layout must not look like one that is away).
     """
 
-    def __init__(self, address: str, keyspace: Keyspace, *, restore_timeout_s: float, offload_timeout_s: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        keyspace: Keyspace,
+        *,
+        restore_timeout_s: float,
+        offload_timeout_s: float,
+        device: torch.device = CPU,
+    ) -> None:
+        self._mover = PoolMover() if device.type in devices.ON_ARENA else None
         self._address = address
         self._keyspace = keyspace
         self._restore_timeout_s = restore_timeout_s
@@ -59,7 +71,6 @@ class ServiceStore:
         self._client: Client | None = None
         self._retry_at = 0.0
         self._open: set[str] = set()
-        self._windows: list[Window] = []
         with contextlib.suppress(Unavailable):  # started before the service: later calls connect
             self._connected()
 
@@ -84,7 +95,7 @@ class ServiceStore:
                 if time.monotonic() < self._retry_at:
                     raise Unavailable(f"store: {self._address} is away; retrying")
                 self._retry_at = time.monotonic() + RETRY_S
-                client = Client(self._address, timeout_s=self._restore_timeout_s)
+                client = Client(self._address, timeout_s=self._restore_timeout_s, engine=self._mover)
                 try:
                     client.register(self._keyspace)
                 except BaseException:
@@ -98,6 +109,15 @@ class ServiceStore:
             client.open(session, self._keyspace.id)
             self._open.add(session)
         return session
+
+    def _view(self, pool: KVPool) -> Pool:
+        """The pool as the client knows it."""
+        if pool.arena is None:
+            return HostPool(pool.host_view(), pool.stride)
+        if self._mover is None:
+            raise SetupError(f"store: was made for a pool in host memory, and this one is on {pool.device}")
+        self._mover.use(pool.arena)
+        return pool.arena
 
     # ---- reading
 
@@ -113,38 +133,13 @@ class ServiceStore:
     def restore(self, lease: StoreLease, first: int, last: int, pool: KVPool, slots: Sequence[int]) -> RestoreResult:
         client = self._connected()
         claim = claim_of(lease)
-        if pool.device.type != "cpu":
-            return self._restore_to_device(client, claim, first, pool, slots)
-        target = HostPool(pool.host_view(), pool.stride)
+        target = self._view(pool)
         got = client.restore(claim.lease, claim.chain, first, last, target, slots, self._restore_timeout_s)
         return RestoreResult(got.num_ok, got.num_dram, got.num_nvme, got.seconds)
 
     def release(self, lease: StoreLease) -> None:
         if self._client is not None:
             self._client.release(claim_of(lease).lease)
-
-    def _restore_to_device(
-        self, client: Client, claim: Claim, first: int, pool: KVPool, slots: Sequence[int]
-    ) -> RestoreResult:
-        window = self._take_window(pool)
-        num_ok = num_dram = num_nvme = 0
-        started = time.monotonic()
-        for at, part in pieces(slots):
-            got = client.restore(
-                claim.lease,
-                claim.chain,
-                first + at,
-                first + at + len(part),
-                window.pool,
-                range(len(part)),
-                self._restore_timeout_s,
-            )
-            arrived = window.to_device(pool, part[: got.num_ok])
-            num_ok, num_dram, num_nvme = num_ok + arrived, num_dram + got.num_dram, num_nvme + got.num_nvme
-            if arrived < len(part):
-                break
-        self._windows.append(window)
-        return RestoreResult(num_ok, num_dram, num_nvme, time.monotonic() - started)
 
     # ---- writing
 
@@ -153,36 +148,9 @@ class ServiceStore:
     ) -> int:
         client = self._connected()
         session = self._session(client, session)
-        if pool.device.type != "cpu":
-            return self._offload_from_device(client, session, chain, last, pool, slots, durability)
-        source = HostPool(pool.host_view(), pool.stride)
+        source = self._view(pool)
         timeout = self._offload_timeout_s
         return client.offload(chain, last, source, slots[:last], session, durability, timeout).num_blocks
-
-    def _offload_from_device(
-        self,
-        client: Client,
-        session: str,
-        chain: TokenChain,
-        last: int,
-        pool: KVPool,
-        slots: Sequence[int],
-        durability: Durability,
-    ) -> int:
-        # The client wants every block of a path in one pool. What is held already is never read.
-        held = client.match(chain)
-        window = Window(pool, max(1, last))
-        for at, part in pieces(slots[:last]):
-            if at + len(part) > held:
-                window.from_device(pool, part, at)
-        timeout = self._offload_timeout_s
-        return client.offload(chain, last, window.pool, range(last), session, durability, timeout).num_blocks
-
-    def _take_window(self, pool: KVPool) -> Window:
-        try:
-            return self._windows.pop()
-        except IndexError:
-            return Window(pool, WINDOW_BLOCKS)
 
     # ---- sessions
 
@@ -223,32 +191,5 @@ class ServiceStore:
     def close(self) -> None:
         if self._client is not None:
             self._client.close()
-
-
-class Window:
-    """Host memory between a device pool and the service; `pool` is its client's view."""
-
-    def __init__(self, pool: KVPool, num_blocks: int) -> None:
-        self.rows = allocate_host(num_blocks * pool.stride).view(num_blocks, pool.stride)
-        self.pool = HostPool(self.rows.numpy(), pool.stride)
-
-    def to_device(self, pool: KVPool, slots: Sequence[int]) -> int:
-        """Copy the first rows to `slots`, read them back; how many leading ones arrived unchanged."""
-        index = torch.tensor(slots, dtype=torch.int64, device=pool.device)
-        pool.raw[index] = self.rows[: len(slots)].to(pool.device)
-        back = pool.raw[index].to("cpu")
-        for at in range(len(slots)):
-            if not torch.equal(back[at], self.rows[at]):
-                return at
-        return len(slots)
-
-    def from_device(self, pool: KVPool, slots: Sequence[int], at: int) -> None:
-        """Copy `slots` into the rows from `at` on."""
-        index = torch.tensor(slots, dtype=torch.int64, device=pool.device)
-        self.rows[at : at + len(slots)] = pool.raw[index].to("cpu")
-
-
-def pieces(slots: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
-    """Runs of at most `WINDOW_BLOCKS` slots, and where each begins."""
-    for at in range(0, len(slots), WINDOW_BLOCKS):
-        yield at, slots[at : at + WINDOW_BLOCKS]
+        if self._mover is not None:  # it may never have come to a client
+            self._mover.close()

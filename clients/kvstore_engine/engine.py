@@ -260,6 +260,7 @@ class Engine:
             scheduler = self._scheduler = self._build()
             self._started.set_result(scheduler)
         except BaseException as error:
+            self.pool.close()
             self._started.set_exception(error)
             return
         try:
@@ -268,6 +269,8 @@ class Engine:
             log.exception("the engine's thread failed")
             self._failed = error
             self._fail_requests()
+        else:  # after a failure copies may still run into the pool: it goes with the process
+            self.pool.close()
 
     def _build(self) -> Scheduler:
         executor = Executor(self.model, self.pool, self.config.max_batch, self.config.threads, self.config.attention)

@@ -45,6 +45,7 @@ def open_store(config: EngineConfig, model: LoadedModel) -> ContextStore:
         model.keyspace,
         restore_timeout_s=config.restore_timeout_s,
         offload_timeout_s=config.offload_timeout_s,
+        device=model.device,
     )
 
 

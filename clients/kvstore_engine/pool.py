@@ -5,8 +5,7 @@
 
 On CPU the memory is an anonymous private mapping with huge pages asked for: O_DIRECT reads into it are twice as fast as
 into 4 KiB pages, and a shared mapping gets none (Python's own `mmap.mmap(-1)` would be shared). It is touched once at
-start, since first touch runs at a tenth of the speed of a copy. On CUDA it is one device tensor, aligned by the
-allocator.
+start, since first touch runs at a tenth of the speed of a copy. On CUDA it is an arena of `kvstore_gpu`.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ import torch
 from kvstore.core.keyspace import Keyspace
 from kvstore.core.types import SLOT_ALIGN
 from kvstore.errors import InvalidField, SetupError
+from kvstore_engine import device as devices
 from kvstore_engine.model import DTYPES
 
 HUGE_PAGE = 2 << 20
-FREE_SHARE_MAX = 0.9
-"""Of the device's free memory; the rest is for activations."""
 
 
 class KVPool:
@@ -40,7 +38,8 @@ class KVPool:
                 "pool_bytes", f"{pool_bytes} holds fewer than two blocks", f"use at least {2 * self.stride}"
             )
         self.device = device
-        self.raw = allocate(self.num_slots * self.stride, device).view(self.num_slots, self.stride)
+        self.arena = devices.make_arena(keyspace, self.num_slots, device) if device.type in devices.ON_ARENA else None
+        self.raw = self.arena.tensor if self.arena is not None else allocate(self.num_slots, self.stride)
         assert self.raw.data_ptr() % SLOT_ALIGN == 0
         self._typed = self.raw[:, : keyspace.block_bytes].view(DTYPES[keyspace.kv_dtype])
 
@@ -67,22 +66,23 @@ class KVPool:
         view: npt.NDArray[np.uint8] = self.raw.numpy()
         return view
 
+    def close(self) -> None:
+        """Give device memory back; nothing may use the pool any more. Host memory goes with its last user."""
+        if self.arena is not None:
+            self.raw = self._typed = self.raw[:0]
+            self.arena.close()
+
     def fill(self, index: int, value: int) -> None:
         """Set every byte of a slot (tests poison what must not be read)."""
         self.raw[index].fill_(value)
 
 
-def allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Zeroed uint8 `[num_bytes]`, 4 KiB aligned. Raises SetupError when there isn't that much memory."""
+def allocate(num_slots: int, stride: int) -> torch.Tensor:
+    """Zeroed uint8 `[num_slots, stride]`, 4 KiB aligned. Raises SetupError when there isn't that much memory."""
     try:
-        if device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(device)
-            if num_bytes > free * FREE_SHARE_MAX:
-                raise SetupError(f"pool_bytes: {num_bytes} is more than the device has free ({free}); use less")
-            return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        return allocate_host(num_bytes)
-    except (OSError, MemoryError, torch.OutOfMemoryError):
-        raise SetupError(f"pool_bytes: {num_bytes} can't be allocated; use less") from None
+        return allocate_host(num_slots * stride).view(num_slots, stride)
+    except (OSError, MemoryError):
+        raise SetupError(f"pool_bytes: {num_slots * stride} can't be allocated; use less") from None
 
 
 def allocate_host(num_bytes: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from kvstore.testing.service import ServiceProcess
+from kvstore_engine import device
 from kvstore_engine import scheduler as scheduler_module
 from kvstore_engine.client_store import ServiceStore
 from kvstore_engine.config import EngineConfig
@@ -50,6 +51,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RecordingSampler]:
     return RecordingSampler.made
 
 
+@pytest.fixture(params=["host pool", "arena"])
+def pools(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways that blocks get into a pool: in place, and by the hand of a device, over an arena in host memory."""
+    if request.param == "arena":
+        monkeypatch.setattr(device, "ON_ARENA", {"cpu", "cuda"})
+    return str(request.param)
+
+
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[ServiceProcess]:
     process = ServiceProcess(tmp_path, dram_bytes=MIB, nvme_bytes=32 * MIB, segment_bytes=MIB // 4, lease_ttl_s=1)
@@ -68,6 +77,7 @@ def engine_on(service: ServiceProcess | None, config: EngineConfig = CONFIG) -> 
         model.keyspace,
         restore_timeout_s=config.restore_timeout_s,
         offload_timeout_s=config.offload_timeout_s,
+        device=model.device,
     )
     return Engine(config, model, store)
 
@@ -99,7 +109,7 @@ def fresh_digests(end: EndEvent, ids: list[int]) -> list[str]:
 
 
 def test_restored_from_each_tier_equals_fresh_compute(
-    service: ServiceProcess, recorded: list[RecordingSampler]
+    pools: str, service: ServiceProcess, recorded: list[RecordingSampler]
 ) -> None:
     with engine_on(service) as engine:
         first = turn(engine, ids_of(200, 1), session="a", tool="bash")

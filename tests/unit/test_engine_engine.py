@@ -1,4 +1,4 @@
-"""The engine's thread and door, the store workers, and the window to device pools."""
+"""The engine's thread and door, the store workers, and the mover of device pools."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from kvstore.errors import InvalidField, LimitExceeded, SetupError, Unavailable, UnknownSession
-from kvstore_engine.client_store import ServiceStore, Window, pieces
+from kvstore_engine.client_store import ServiceStore
 from kvstore_engine.engine import Engine
-from kvstore_engine.pool import KVPool
 from kvstore_engine.sampling import SamplingParams, nucleus
 from kvstore_engine.sequence import EndEvent, RequestEvent
 from kvstore_engine.testing import MemoryStore, tiny_config, tiny_model
@@ -168,26 +167,6 @@ def test_a_store_that_is_away_at_the_start_is_a_miss() -> None:
         assert end.usage.cached_tokens == 0
         assert engine.wait_quiet(20)
         assert engine.stats()["store_failures"] > 0
-
-
-# ---- device window
-
-
-def test_the_window_copies_both_ways() -> None:
-    keyspace = tiny_model(tiny_config()).keyspace
-    pool = KVPool(keyspace, 8 * keyspace.slot_bytes, torch.device("cpu"))
-    generator = torch.Generator().manual_seed(1)
-    pool.raw.copy_(torch.randint(0, 256, pool.raw.shape, generator=generator, dtype=torch.uint8))
-    want = pool.raw[[5, 2]].clone()
-    window = Window(pool, 3)
-    window.from_device(pool, [5, 2], 0)
-    assert window.to_device(pool, [7, 0]) == 2
-    assert torch.equal(pool.raw[[7, 0]], want)
-
-
-def test_pieces_cover_everything_once() -> None:
-    assert [s for _, part in pieces(range(70)) for s in part] == list(range(70))
-    assert [at for at, _ in pieces(range(70))] == [0, 32, 64]
 
 
 def test_nucleus_keeps_the_smallest_set() -> None:
