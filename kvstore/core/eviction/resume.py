@@ -259,7 +259,7 @@ class ResumeModel:
         for k in range(NUM_BINS):
             self._pool_changed(k)
         for k in range(NUM_BINS):
-            self._weigh(list(rows.values()), k)
+            self._weigh([row for row in rows.values() if any(row.exposed[k : k + 2 * _PAD + 1])], k)
 
     def _adopted(self, entry: object) -> tuple[tuple[int, Key], Row]:
         number, key, *both = learned.as_list(entry)
