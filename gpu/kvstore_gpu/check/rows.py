@@ -58,10 +58,11 @@ class Results:
     broken: list[tuple[str, str]] = field(default_factory=list)
     begun: float = field(default_factory=time.monotonic)
 
-    def run(self, name: str, work: Callable[[], list[Row]]) -> None:
-        """Do one item; whatever it raises is reported and the next item goes on."""
+    def run(self, name: str, work: Callable[[], list[Row]], lasts_s: float = 0.0) -> None:
+        """Do one item; whatever it raises is reported and the next item goes on. One that may last `lasts_s` begins
+        that much earlier, or not at all."""
         spent = time.monotonic() - self.begun
-        if spent > self.seconds:
+        if spent + lasts_s > self.seconds:
             self.skip(name, f"the {self.seconds:.0f} s for this run were used up")
             return
         try:
