@@ -8,10 +8,10 @@ from pathlib import Path
 
 from kvstore.config import ServiceConfig
 from kvstore.core.events import Lost
-from kvstore.core.eviction import make_policy
 from kvstore.core.state import Limits, TierConfig
 from kvstore.core.types import Tier
 from kvstore.errors import SetupError
+from kvstore.lessons import learned_policy
 from kvstore.metrics import Metrics
 from kvstore.scrubber import Scrubber
 from kvstore.tiers.arena import Arena, Huge
@@ -62,12 +62,13 @@ def start_scrubber(
 
 
 def tiers_of(config: ServiceConfig, data: DataDir | None) -> list[TierConfig]:
-    """Tiers of a node. The data directory keeps its own segment size."""
+    """Tiers of a node. The data directory keeps its own segment size, and what eviction has learned."""
+    index = data.index if data is not None else None
     tiers = [
         TierConfig(
             Tier.DRAM,
             config.dram_bytes,
-            lambda tier: make_policy(config.dram_policy, tier),
+            lambda tier: learned_policy(config.dram_policy, tier, index),
             segment_bytes=config.segment_bytes,
             clean_above=config.write_behind_watermark,
         )
@@ -77,7 +78,7 @@ def tiers_of(config: ServiceConfig, data: DataDir | None) -> list[TierConfig]:
             TierConfig(
                 Tier.NVME,
                 config.nvme_bytes,
-                lambda tier: make_policy(config.nvme_policy, tier),
+                lambda tier: learned_policy(config.nvme_policy, tier, index),
                 segment_bytes=data.slab.segment_bytes,
                 free_target=NVME_FREE_TARGET,
                 durable=True,

@@ -39,6 +39,7 @@ from kvstore.errors import (
 )
 from kvstore.hands import Hands, Work
 from kvstore.journal import Journal
+from kvstore.lessons import KEEP_EVERY_S, keep, lessons
 from kvstore.metrics import Metrics, Rows
 from kvstore.parts import limits_of, open_arena, open_data, start_scrubber, tiers_of
 from kvstore.records import Records
@@ -82,6 +83,7 @@ class Runtime:
         self._unsaved: dict[KeyspaceId, bytes] = {}
         """Keyspaces that the index doesn't have yet."""
         self._starved_until = 0.0
+        self._keep_lessons_at = time.monotonic() + KEEP_EVERY_S
         self._closing = threading.Event()
         self._scrubber: Scrubber | None = None
         self.more_gauges: Callable[[], Iterable[tuple[str, str, Rows]]] = tuple
@@ -403,6 +405,13 @@ class Runtime:
             self._save_keyspaces()
         if rows and self.hands.committer is not None:
             self.hands.committer.sessions(rows)
+        if time.monotonic() >= self._keep_lessons_at:
+            self._keep_lessons()
+
+    def _keep_lessons(self) -> None:
+        self._keep_lessons_at = time.monotonic() + KEEP_EVERY_S
+        if self.data is not None:
+            keep(self.data.index, self.read(lessons))
 
     @property
     def health(self) -> str:
@@ -447,6 +456,7 @@ class Runtime:
         if self._scrubber is not None:
             self._scrubber.close()
         self.hands.close()
+        self._keep_lessons()
         with self._lock:
             waiting, self._futures = self._futures, {}
         for future in waiting.values():

@@ -136,7 +136,7 @@ def on_recovered_session(s: State, e: RecoveredSession, now_ns: int) -> None:
     tip = space.blocks.get(e.tip) if e.tip is not None else None
     set_tip(s, session, tip, now_ns)
     if tip is not None:
-        tip.last_session = session
+        touch(s, tip, session, now_ns)  # its wait begins anew: policies know nothing of it yet
 
 
 def block_at(space: Space, hashes: object, num_blocks: int) -> Block | None:

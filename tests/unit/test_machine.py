@@ -9,7 +9,18 @@ from kvstore.core.commands import Command, ReserveStatus
 from kvstore.core.eviction import make_policy
 from kvstore.core.machine import Machine
 from kvstore.core.state import Limits, TierConfig
-from kvstore.core.types import BlockHash, Durability, HashList, KeyspaceId, LeaseId, OpId, SessionId, Tier
+from kvstore.core.types import (
+    Activity,
+    BlockHash,
+    Durability,
+    HashList,
+    KeyspaceId,
+    LeaseId,
+    OpId,
+    SessionId,
+    Slot,
+    Tier,
+)
 from kvstore.errors import InvalidField, LeaseExpired, LimitExceeded, UnknownKeyspace, UnknownSession
 
 SLOT = 4096
@@ -317,3 +328,19 @@ def test_why_missing_tells_who_pushed_it_out() -> None:
     assert "never stored" in machine.why_missing(KS, path("q", 1)[0], 5)
     assert "2 copies" in machine.what_went(A, 5)
     assert machine.what_went(B, 5) == ""
+
+
+def test_contexts_of_recovered_sessions_are_worth_something() -> None:
+    """After a restart a context that a session waits with stays longer than a block that nobody holds."""
+    tier = TierConfig(Tier.NVME, 4 * SLOT, lambda t: make_policy("session", t), 4 * SLOT, durable=True)
+    machine = Machine([tier])
+    held, free = BlockHash(b"h" * 16), BlockHash(b"f" * 16)
+    machine.step(events.RegisterKeyspace(KS, SLOT), 1)
+    machine.step(events.Recovered(KS, ((held, None, Slot(0)), (free, None, Slot(SLOT)))), 2)
+    machine.step(events.RecoveredSession(SessionId("a"), KS, held, int(Activity.TOOL_WAIT)), 3)
+    pool = machine.pool(Tier.NVME)
+    assert pool is not None
+    policy, blocks = pool.policy(machine.space(KS).share), machine.space(KS).blocks
+    assert policy.victim(4) is blocks[free]
+    assert policy.score(blocks[held], 4) > policy.score(blocks[free], 4) == 0
+    machine.check_invariants()
