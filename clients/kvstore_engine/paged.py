@@ -32,6 +32,8 @@ NAME = "kvstore_paged_flex"
 QUERY_BLOCK = 64
 TOLERANCE = 0.03
 """Largest difference from exact attention over values of unit variance, in bf16."""
+ELEMENTS_MAX = 1 << 31
+"""torch's kernels work out places in int32 (2.11 to 2.13): beyond it they would read other places, or crash."""
 NOT_MINE = 1 << 20
 """Depth of a slot in contexts that don't hold it: behind every query."""
 COMPILE_ON = {"cuda"}
@@ -50,12 +52,15 @@ class Plan:
     """Slots and places behind the contexts, in their last blocks: weight 0 times NaN would be NaN."""
 
 
-def fits(pool: KVPool) -> bool:
-    """Can a layer of this pool be seen as one row of tokens?"""
-    keyspace = pool.keyspace
-    layer = pool.layer(0)
-    width = keyspace.num_kv_heads * keyspace.head_dim
-    return bool(layer.stride(0) % (width * keyspace.block_tokens) == 0)
+def obstacle(layer: torch.Tensor) -> str:
+    """Why a pool, by its first layer `[num_slots, 2, tokens, heads, dim]`, can't be read as one row of tokens; empty
+    when it can."""
+    num_slots, _, tokens, heads, dim = layer.shape
+    if layer.stride(0) % (tokens * heads * dim):
+        return "a slot is no whole number of blocks of token rows"
+    if num_slots * layer.stride(0) >= ELEMENTS_MAX:
+        return f"the pool has {num_slots * layer.stride(0)} elements, torch's kernels count to {ELEMENTS_MAX}"
+    return ""
 
 
 def rows_of_slot(pool: KVPool) -> int:
@@ -73,7 +78,8 @@ def token_rows(layer: torch.Tensor, which: int) -> torch.Tensor:
 
 
 def make_plan(pool: KVPool, segments: list[Segment], scratch: Scratch) -> Plan:
-    """Block tables of sequences with the same number of new rows.
+    """Block tables of sequences with the same number of new rows. Blocks that all rows of a tile see are told apart and
+    not masked; but not for single rows, which torch spreads over a device by the length of the other table.
 
     torch wants a table as wide as the whole row of tokens has blocks (a thousandth of the pool's size); only its
     beginning is written, and read.
@@ -91,7 +97,7 @@ def make_plan(pool: KVPool, segments: list[Segment], scratch: Scratch) -> Plan:
         blocks = (segment.slots * (per_slot // tokens)).to(torch.int32)
         depth[at, segment.slots] = torch.arange(len(segment.slots), dtype=torch.int32, device=device)
         for tile in range(num_tiles):
-            first = (segment.start + tile * QUERY_BLOCK + 1) // tokens
+            first = (segment.start + tile * QUERY_BLOCK + 1) // tokens if num_rows > 1 else 0
             last = -(-(segment.start + min((tile + 1) * QUERY_BLOCK, num_rows)) // tokens)
             num_whole[at, 0, tile], num_partly[at, 0, tile] = first, last - first
             whole[at, 0, tile, :first] = blocks[:first]
@@ -141,26 +147,37 @@ def flex_paged_attention(
     plan: Plan | None = kv_batch.plan
     if plan is None:
         plan = kv_batch.plan = make_plan(kv_batch.pool, kv_batch.segments, kv_batch.scratch)
+    try:
+        return _over_tables(query, layer, plan, scaling), None
+    except (RuntimeError, TypeError, ValueError) as error:  # the compiler's, when it meets a new shape
+        _say_once(_line(error))
+        return paged_attention(module, query, key, value, attention_mask, scaling, kv_batch)
+
+
+@functools.cache
+def _say_once(error: str) -> None:
+    log.warning("attention: over block tables failed (%s); contexts are copied instead", error)
+
+
+def _over_tables(query: torch.Tensor, layer: torch.Tensor, plan: Plan, scaling: float) -> torch.Tensor:
     layer[:, 1][plan.unwritten] = 0
     used = plan.num_sequences * plan.num_rows
     _, heads, _, dim = query.shape
     rows = query[0, :, :used].reshape(heads, plan.num_sequences, plan.num_rows, dim).transpose(0, 1)
-    result = _attend(rows, token_rows(layer, 0), token_rows(layer, 1), plan, scaling, kv_batch.block_tokens)
+    result = _attend(rows, token_rows(layer, 0), token_rows(layer, 1), plan, scaling)
     out = torch.zeros_like(query[0].transpose(0, 1), memory_format=torch.contiguous_format)
     out[:used] = result.permute(0, 2, 1, 3).reshape(used, heads, dim)
-    return out.unsqueeze(0), None
+    return out.unsqueeze(0)
 
 
-def _attend(
-    rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Plan, scaling: float, block_tokens: int
-) -> torch.Tensor:
+def _attend(rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Plan, scaling: float) -> torch.Tensor:
     """`rows [sequences, heads, n, dim]` -> the same shape."""
     call: Any = flex_attention
     options: dict[str, Any] = {}
     if rows.device.type in COMPILE_ON:
         call = compiled(rows.device.type)
     if rows.device.type == "cuda":
-        options = {"kernel_options": {"BLOCK_M": min(QUERY_BLOCK, 64), "BLOCK_N": min(block_tokens, 64)}}
+        options = {"kernel_options": {"BLOCK_M": min(QUERY_BLOCK, 64), "BLOCK_N": min(plan.mask.BLOCK_SIZE[1], 64)}}
     grouped = rows.shape[1] != key.shape[1]
     out = call(rows, key, value, block_mask=plan.mask, scale=scaling, enable_gqa=grouped, **options)
     assert isinstance(out, torch.Tensor)
@@ -169,8 +186,9 @@ def _attend(
 
 @functools.cache
 def compiled(kind: str) -> Any:
-    """One function for all shapes on a device; torch's C++ templates want them fixed."""
-    return torch.compile(flex_attention, dynamic=kind == "cuda")
+    """One function for all shapes on a device; torch's C++ templates want them fixed. Whole or not at all: torch would
+    quietly run it uncompiled otherwise, which makes the score matrix of the whole pool."""
+    return torch.compile(flex_attention, dynamic=kind == "cuda", fullgraph=True)
 
 
 def register() -> None:
@@ -183,8 +201,8 @@ def register() -> None:
 def works(pool: KVPool, num_heads: int, scaling: float) -> bool:
     """Does it agree with exact attention on this machine, within `TOLERANCE`? Overwrites the pool: ask before the pool
     is used. Says in the log why not."""
-    if not fits(pool):
-        log.warning("attention: a slot is no whole number of blocks of token rows; contexts are copied instead")
+    if why := obstacle(pool.layer(0)):
+        log.warning("attention: %s; contexts are copied instead", why)
         return False
     try:
         worst = difference(pool, num_heads, scaling)
@@ -213,8 +231,6 @@ def difference(pool: KVPool, num_heads: int, scaling: float) -> float:
     worst = 0.0
     for segments in cases:
         layer[slots] = noise
-        for segment in segments:
-            layer[segment.slots[-1], 1, (segment.start + segment.length - 1) % tokens + 1 :] = float("nan")
         worst = max(worst, _worst(pool, segments, num_heads, scaling, generator))
     pool.raw[slots] = 0
     return worst
@@ -234,11 +250,13 @@ def _worst(pool: KVPool, segments: list[Segment], num_heads: int, scaling: float
 
     rows = random(num_heads), random(kv_heads), random(kv_heads)
     with torch.inference_mode():
-        found = [
-            attend(_Layer, *rows, None, scaling, PagedBatch(pool, Scratch(pool.device), segments))[0].float()
-            for attend in (flex_paged_attention, paged_attention)
-        ]
-    return float((found[0] - found[1]).abs().max())
+        batch = PagedBatch(pool, Scratch(pool.device), segments)
+        exact = paged_attention(_Layer, *rows, None, scaling, batch)[0]
+        layer = pool.layer(0)
+        plan = make_plan(pool, segments, batch.scratch)
+        layer[:, 1][plan.unwritten] = float("nan")
+        found = _over_tables(rows[0], layer, plan, scaling)
+    return float((found.float() - exact.float()).abs().max())
 
 
 def _line(error: BaseException) -> str:

@@ -47,7 +47,7 @@ def _uncompiled_is_meant() -> Iterator[None]:
 @pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-5), ("bfloat16", paged.TOLERANCE)])
 def test_it_agrees_with_exact_attention(dtype: str, most: float, block_tokens: int) -> None:
     pool = pool_of(dtype, block_tokens)
-    assert paged.fits(pool)
+    assert not paged.obstacle(pool.layer(0))
     assert paged.difference(pool, EXACT_HEADS, 0.125) <= most
     assert not pool.raw.any()  # the pool is as empty as before
 
@@ -70,8 +70,30 @@ def test_a_wrong_table_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_slots_of_broken_rows_are_refused() -> None:
     pool = pool_of("bfloat16", block_tokens=8, kv_heads=1, head_dim=24)  # 1,536 bytes, padded to 4,096
-    assert not paged.fits(pool)
+    assert "whole number" in paged.obstacle(pool.layer(0))
     assert not paged.works(pool, 2, 0.2)
+
+
+def test_pools_that_the_kernels_cannot_count_are_refused() -> None:
+    """2^31 elements, as the pool of a large device has: places would wrap around."""
+    one = 2 * 2 * 16 * 8 * 128  # elements of a slot: layers, k and v, tokens, heads, dim
+    for num_slots, fine in ((paged.ELEMENTS_MAX // one - 1, True), (paged.ELEMENTS_MAX // one, False)):
+        slots = torch.empty(1, device="meta").as_strided((num_slots, 2, 16, 8, 128), (one, 16384, 1024, 128, 1))
+        assert (paged.obstacle(slots) == "") is fine
+
+
+def test_a_compiler_that_gives_up_costs_speed_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(attention="paged")
+    model, greedy = tiny_model(config), SamplingParams(max_tokens=4, ignore_eos=True)
+    prompt = [3 + i for i in range(60)]
+    with Engine(config, model, MemoryStore()) as engine:
+        want = engine.generate(prompt, greedy).tokens
+
+        def gives_up(*_: object) -> torch.Tensor:
+            raise RuntimeError("recompile_limit reached")
+
+        monkeypatch.setattr(paged, "_attend", gives_up)
+        assert engine.generate(prompt, greedy, use_cache=False).tokens == want
 
 
 @pytest.mark.slow
