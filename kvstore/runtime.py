@@ -222,10 +222,9 @@ class Runtime:
         """Match and lease."""
         answer = _only(self._step(event), commands.Acquired)
         self.metrics.acquired(len(event.hashes), answer.num_blocks)
-        if event.session is not None:
-            asked, found = len(event.hashes), answer.num_blocks
-            ends = b"".join(event.hashes[n - 1] for n in (asked, found) if n)
-            self.journal.session(event.session, f"acquire {asked} {found}", event.keyspace, ends)
+        asked, found = len(event.hashes), answer.num_blocks
+        ends = b"".join(event.hashes[n - 1] for n in (asked, found) if n)
+        self.journal.session(event.session or SessionId(""), f"acquire {asked} {found}", event.keyspace, ends)
         return answer
 
     def renew(self, leases: tuple[LeaseId, ...], ttl_ns: int) -> tuple[LeaseId, ...]:
@@ -349,6 +348,8 @@ class Runtime:
         detail = type(event).__name__.lower()
         if isinstance(event, events.Signal):
             detail = f"{event.kind.name.lower()} {event.tool}".rstrip()
+        elif isinstance(event, events.Fork):
+            detail = f"fork {event.parent}"
         self.journal.session(answer.session.id, detail, keyspace)
         return answer
 
