@@ -260,8 +260,8 @@ class Engine:
             scheduler = self._scheduler = self._build()
             self._started.set_result(scheduler)
         except BaseException as error:
-            self.pool.close()
             self._started.set_exception(error)
+            self.pool.close()
             return
         try:
             self._loop(scheduler)

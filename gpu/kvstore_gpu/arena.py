@@ -142,7 +142,7 @@ class Arena:
         cuda = _cuda_backend(device, backend)
         # Whole 2 MiB pages, so that the driver begins the allocation on one.
         address = cuda.driver.allocate(-(-spec.num_slots * spec.stride_bytes // DEVICE_PAGE) * DEVICE_PAGE)
-        return cls(spec, _wrap(address, spec, device), cuda, lambda: cuda.driver.free(address))
+        return cls(spec, _wrap(address, spec, cuda.device), cuda, lambda: cuda.driver.free(address))
 
     @classmethod
     def open_ipc(cls, spec: PoolSpec, handle: bytes, device: str | torch.device) -> Arena:
@@ -150,7 +150,7 @@ class Arena:
         device = torch.device(device)
         cuda = _cuda_backend(device, None)
         address = cuda.driver.open_ipc(handle)
-        return cls(spec, _wrap(address, spec, device), cuda, lambda: cuda.driver.close_ipc(address))
+        return cls(spec, _wrap(address, spec, cuda.device), cuda, lambda: cuda.driver.close_ipc(address))
 
     def export_ipc(self) -> bytes:
         """64 bytes for `open_ipc` in another process. Raises: Unavailable for host memory."""
@@ -336,6 +336,7 @@ class Arena:
             for stream in (self._into, self._out):
                 stream.record().wait()
             self.tensor = self.tensor[:0]
+            self.backend.enter()  # whichever thread this is
             release()
 
     def _begin(self, stream: Stream, after: Sequence[After]) -> Stream:

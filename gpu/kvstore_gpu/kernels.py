@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -104,7 +105,7 @@ class _Launch:
     held: tuple[torch.Tensor, ...]
 
 
-class _SourceKernels:
+class _SourceKernels(ABC):
     """What CUDA and host kernels share: argument lists in the order of the `.cu` files."""
 
     name = ""
@@ -154,8 +155,9 @@ class _SourceKernels:
         # From pageable memory the copy would wait for the stream. Torch keeps the pinned block until it is through.
         return host.pin_memory().to(device, non_blocking=True)
 
+    @abstractmethod
     def _launch(self, launch: _Launch) -> None:
-        raise NotImplementedError
+        """Run it, or enqueue it on the current stream."""
 
 
 class CudaKernels(_SourceKernels):

@@ -8,6 +8,7 @@ a weak reference, whose callback does no more than leave word.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -15,6 +16,7 @@ import weakref
 from dataclasses import dataclass
 
 from kvstore_gpu.arena import Arena
+from kvstore_gpu.errors import DriverError
 from kvstore_gpu.pinned import PinnedRegion
 from kvstore_gpu.streams import HostBuffer
 
@@ -69,7 +71,8 @@ class Pins:
             except Exception:  # slower, not wrong: copies are staged
                 log.exception("pinning the DRAM arena failed; copies go through a staging ring")
         for number in list(self._mappings):
-            self._let_go(number)
+            with contextlib.suppress(DriverError):  # the process ends, or the device is lost
+                self._let_go(number)
 
     def _pin(self, number: int) -> None:
         mapping = self._mappings[number]

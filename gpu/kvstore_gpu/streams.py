@@ -223,8 +223,10 @@ class CudaBackend:
     needs_pinned = True
 
     def __init__(self, device: torch.device, driver: Driver) -> None:
-        self.device, self.driver = device, driver
-        torch.zeros(1, device=device)  # makes the primary context current in this thread
+        # Another thread can't be told to use "cuda": torch wants to know which.
+        self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        self.driver = driver
+        torch.zeros(1, device=self.device)  # makes the primary context current in this thread
         driver.bind()
 
     def enter(self) -> None:

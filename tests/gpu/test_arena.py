@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from kvstore_gpu.arena import Arena, PoolSpec
 from kvstore_gpu.errors import DriverError, LayoutError, Unavailable
 from kvstore_gpu.pinned import PinnedBuffer, StagingRing
-from kvstore_gpu.streams import Copies, CudaBackend, HostBuffer, move_on_host
+from kvstore_gpu.streams import Copies, CudaBackend, HostBuffer, InlineBackend, move_on_host
 from kvstore_gpu.testing import FakeBackend
 
 SPEC = PoolSpec(num_slots=6, num_slices=3, slice_bytes=3000)
@@ -288,3 +290,28 @@ def test_memory_that_cant_be_pinned_is_named_in_the_log(caplog: pytest.LogCaptur
     assert arena.pin(memory) is None
     assert "RLIMIT_MEMLOCK" in caplog.text
     assert "staging ring" in caplog.text
+
+
+def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads are told which device to use, and torch refuses to be told "cuda"."""
+    made = list[torch.device]()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch, "zeros", lambda size, device: made.append(device))
+    driver: Any = SimpleNamespace(bind=lambda: None)
+    assert CudaBackend(torch.device("cuda"), driver).device == torch.device("cuda", 3)
+    assert CudaBackend(torch.device("cuda:1"), driver).device == torch.device("cuda", 1)
+    assert made == [torch.device("cuda", 3), torch.device("cuda", 1)]
+
+
+def test_whichever_thread_closes_a_pool_enters_its_device_first() -> None:
+    said = list[str]()
+
+    class Device(InlineBackend):
+        def enter(self) -> None:
+            said.append("enter")
+
+    tensor = Arena.create(PoolSpec(2, 2, 2048)).tensor
+    arena = Arena(PoolSpec(2, 2, 2048), tensor, Device(), lambda: said.append("free"))
+    arena.close()
+    arena.close()
+    assert said == ["enter", "free"]
