@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvstore.core.keyspace import Keyspace
 from kvstore.testing.service import ServiceProcess
 from kvstore_engine import device
 from kvstore_engine import scheduler as scheduler_module
@@ -23,6 +24,8 @@ from kvstore_engine.sampling import Sampler, SamplingParams
 from kvstore_engine.sequence import EndEvent, TurnEnd
 from kvstore_engine.store import NullStore
 from kvstore_engine.testing import tiny_config, tiny_model
+from kvstore_gpu.arena import Arena, PoolSpec
+from kvstore_gpu.streams import HostBuffer, InlineBackend
 
 MIB = 1 << 20
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -53,10 +56,33 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RecordingSampler]:
 
 @pytest.fixture(params=["host pool", "arena"])
 def pools(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways that blocks get into a pool: in place, and by the hand of a device, over an arena in host memory."""
+    """Both ways that blocks get into a pool: in place, and by the hand of a device.
+
+    The device is host memory that nobody but its hand addresses, and that only pinned memory is copied to and from.
+    """
     if request.param == "arena":
         monkeypatch.setattr(device, "ON_ARENA", {"cpu", "cuda"})
+        monkeypatch.setattr(device, "make_arena", behind)
+        monkeypatch.setattr(device, "choose_path", lambda hand, folder: None)  # without a driver cuFile may hang
     return str(request.param)
+
+
+class Pinning(InlineBackend):
+    """Copies need pinned memory."""
+
+    needs_pinned = True
+
+
+class Behind(Arena):
+    """A pool that the host can't address."""
+
+    def host_view(self) -> HostBuffer | None:
+        return None
+
+
+def behind(keyspace: Keyspace, num_slots: int, _: torch.device) -> Arena:
+    spec = PoolSpec(num_slots, keyspace.num_layers, keyspace.slice_bytes)
+    return Behind.create(spec, backend=Pinning())
 
 
 @pytest.fixture
@@ -196,7 +222,7 @@ def test_eight_restored_together_equal_each_alone(service: ServiceProcess, recor
         assert fresh_digests(together[session], ids) == batch[session]
 
 
-def test_kill_of_the_service_costs_time_and_nothing_else(service: ServiceProcess) -> None:
+def test_kill_of_the_service_costs_time_and_nothing_else(pools: str, service: ServiceProcess) -> None:
     ids = ids_of(200, 1)
     with engine_on(service) as engine:
         first = turn(engine, ids, session="a", tool="bash")
