@@ -95,11 +95,12 @@ def refresh(s: State, block: Block, now_ns: int) -> None:
         if residency is None:
             continue
         pool = s.by_tier[index]
-        wanted = evictable(pool, block, residency)
+        wanted = not residency.num_kids and evictable(pool, block, residency)
         if wanted != residency.candidate:
             residency.candidate = wanted
-            policy = pool.policy(block.share)
-            pool.num_candidates[block.share] += 1 if wanted else -1
+            share = block.share
+            policy = pool.policies.get(share) or pool.policy(share)
+            pool.num_candidates[share] += 1 if wanted else -1
             if wanted:
                 policy.add(block, now_ns)
             else:
@@ -166,14 +167,13 @@ def make_ready(s: State, block: Block, pool: Pool, now_ns: int) -> None:
     residency.op = 0
     pool.num_filling -= 1
     pool.num_ready += 1
-    if s.ghosts:
-        s.ghosts.pop(block, None)
+    was_ghost = bool(s.ghosts) and s.ghosts.pop(block, None) is not None
     parent = block.parent
     if parent is not None and not parent.visible:
         note_ghost(s, parent, now_ns)
     block.visible = parent is None or parent.visible
-    for kid in block.kids:
-        if kid.visible != (block.visible and readable(kid)):
+    if was_ghost:
+        for kid in block.kids:
             update_visibility(s, kid)
     if not residency.num_kids or pool.lower is not None or pool.upper is not None:  # else nothing else has changed
         refresh(s, block, now_ns)
@@ -189,7 +189,8 @@ def drop(s: State, block: Block, pool: Pool, now_ns: int, reason: str, keep_slot
     residency = block.residencies[pool.tier]
     assert residency is not None
     was_ready = residency.state is READY
-    s.num_prefetch_wasted += residency.prefetched
+    if residency.prefetched:
+        s.num_prefetch_wasted += 1
     _uncount(s, pool, block, residency, now_ns)
     block.residencies[pool.tier] = None
     if was_ready and (s.notices or s.limits.num_tombstones):
