@@ -347,6 +347,6 @@ def add_kid(parent: Block, block: Block) -> None:
 
 def live(block: Block | None) -> Block | None:
     """The nearest ancestor still in the table: where the tips and leases of a dead block have moved to."""
-    while block is not None and not block.kids and all(r is None for r in block.residencies):
+    while block is not None and not block.kids and not has_copies(block):
         block = block.parent
     return block
