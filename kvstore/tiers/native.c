@@ -1,4 +1,4 @@
-/* Copy and hash in one pass, outside of the interpreter lock.
+/* Copy and hash in one pass, and many file calls in one, outside of the interpreter lock.
  *
  * XXH3-64 (default secret, seed 0) of inputs longer than 240 bytes, after the specification of the xxHash project
  * (doc/xxhash_spec.md, "XXH3 algorithm description (for large inputs)"). It is fused with the copy: each stripe of 64 bytes is loaded
@@ -8,9 +8,13 @@
  *
  * native.py compares this with the xxhash package before it is used, and does without where it can't be built.
  */
+#define _GNU_SOURCE
+#define _FILE_OFFSET_BITS 64
+#include <errno.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <unistd.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -189,4 +193,34 @@ void kvstore_copy(const struct job *jobs, size_t count, uint64_t *sums) {
       }
     }
   fence();
+}
+
+/* ---- files -------------------------------------------------------------------------------------------------------- */
+
+struct place {
+  uint64_t fd, address, num_bytes, offset;
+};
+
+/* One pread each; results are bytes, or minus errno. */
+void kvstore_read(const struct place *places, size_t count, int64_t *results) {
+  for (size_t i = 0; i < count; i++) {
+    const struct place *p = &places[i];
+    do
+      results[i] = pread((int)p->fd, (void *)(uintptr_t)p->address, p->num_bytes, (off_t)p->offset);
+    while (results[i] < 0 && errno == EINTR);
+    if (results[i] < 0)
+      results[i] = -errno;
+  }
+}
+
+/* One pwrite each; results are bytes, or minus errno. */
+void kvstore_write(const struct place *places, size_t count, int64_t *results) {
+  for (size_t i = 0; i < count; i++) {
+    const struct place *p = &places[i];
+    do
+      results[i] = pwrite((int)p->fd, (const void *)(uintptr_t)p->address, p->num_bytes, (off_t)p->offset);
+    while (results[i] < 0 && errno == EINTR);
+    if (results[i] < 0)
+      results[i] = -errno;
+  }
 }

@@ -1,4 +1,4 @@
-"""The compiled helper: copy and hash in one pass, outside of the interpreter lock. Optional.
+"""The compiled helper: copy and hash in one pass, many file calls in one, outside of the interpreter lock. Optional.
 
 `native.c` is compiled on first use with the machine's C compiler and kept in the user's cache directory, named by the
 hash of its source. It's compared with the xxhash package before it is used. Without a compiler, without a place for
@@ -36,6 +36,10 @@ Span = tuple[int, int, int, int]
 """Target address, source address, bytes, slice bytes: `struct job` in native.c."""
 
 
+Place = tuple[int, int, int, int]
+"""Descriptor, address in memory, bytes, offset in the file: `struct place` in native.c."""
+
+
 class Native:
     """The loaded helper. Addresses are the caller's responsibility: they must stay valid during the call."""
 
@@ -43,6 +47,8 @@ class Native:
         library = ctypes.CDLL(str(path))
         self._copy = _prototype(library.kvstore_copy)
         self._hash = _prototype(library.kvstore_hash)
+        self._read = _prototype(library.kvstore_read)
+        self._write = _prototype(library.kvstore_write)
 
     def copy(self, spans: Sequence[Span]) -> bytes:
         """Copy every span; XXH3-64 of each of its slices in order, 8 bytes LE each, all spans behind one another."""
@@ -56,6 +62,23 @@ class Native:
         """`copy` for spans as rows of a contiguous `[n, 4]` array; checksums go to `sums`, contiguous, one a slice."""
         assert jobs.flags.c_contiguous and sums.flags.c_contiguous and sums.flags.writeable
         self._copy(jobs.ctypes.data, len(jobs), sums.ctypes.data)
+
+    def read(self, places: Sequence[Place]) -> list[int]:
+        """One pread each, one after the other: bytes read, or minus the errno."""
+        return self._io(self._read, places)
+
+    def write(self, places: Sequence[Place]) -> list[int]:
+        """One pwrite each, one after the other: bytes written, or minus the errno."""
+        return self._io(self._write, places)
+
+    @staticmethod
+    def _io(function: ctypes._FuncPointer, places: Sequence[Place]) -> list[int]:
+        flat = array("Q")
+        for place in places:
+            flat.extend(place)
+        results = (ctypes.c_int64 * len(places))()
+        function(flat.buffer_info()[0], len(places), results)
+        return list(results)
 
     @staticmethod
     def _call(function: ctypes._FuncPointer, spans: Sequence[Span]) -> bytes:
