@@ -117,11 +117,12 @@ class Runtime:
     def _step_locked(self, event: events.Event) -> list[Command]:
         answers: list[Command] = []
         notices: list[Stored | Removed] = []
+        work: list[Work] = []
         for command in self.machine.step(event, time.monotonic_ns()):
             if isinstance(command, (Stored, Removed)):
                 notices.append(command)
             elif isinstance(command, Work):
-                self.hands.send(command)
+                work.append(command)
             elif isinstance(command, commands.Reserved | commands.Persisted):
                 self._answer(command)
             elif isinstance(command, commands.LeaseEnded):
@@ -132,6 +133,8 @@ class Runtime:
                 answers.append(command)
         if notices:
             self._moved(notices)
+        for command in work:  # records of lost copies are forgotten by now: a move may bring the block up again
+            self.hands.send(command)
         return answers
 
     def _moved(self, notices: list[Stored | Removed]) -> None:
@@ -283,8 +286,7 @@ class Runtime:
         """Publish filled blocks. Raises LeaseExpired, LayoutMismatch, InvalidField; nothing is published then."""
         with self._lock:
             blocks = self.machine.fill_blocks(op)
-            for record in records:
-                self._check_record(blocks, record)
+            self._check_records(blocks, records)
             for record in records:
                 self.records.keep(blocks[record.hash], record)
             try:
@@ -298,26 +300,34 @@ class Runtime:
         self.metrics.moved(Tier.DRAM.label, "in", sum(r.payload_bytes for r in records))
         return answer.num_blocks
 
-    def _check_record(self, blocks: dict[BlockHash, Block], record: Record) -> None:
-        block = blocks.get(record.hash)
-        if block is None:
-            raise InvalidField("records", f"block {record.hash.hex()} was not granted", "seal granted blocks only")
-        space = self.machine.space_of(block)
-        keyspace = self._keyspaces[space.id]
-        if record.keyspace != space.id:
-            raise LayoutMismatch(
-                f"records: keyspace {record.keyspace.hex()[:16]} is not that of the reservation; reserve again"
-            )
-        if (record.num_slices, record.slice_bytes) != (keyspace.num_layers, keyspace.slice_bytes):
-            raise LayoutMismatch(
-                f"records: {record.num_slices} slices of {record.slice_bytes} bytes, "
-                f"the keyspace has {keyspace.num_layers} of {keyspace.slice_bytes}; use the registered layout"
-            )
-        parent = block.parent.hash if block.parent is not None else NO_PARENT
-        if (record.parent, record.depth) != (parent, block.depth):
-            raise InvalidField(
-                "records", f"block {record.hash.hex()} has another parent or position", "send records in path order"
-            )
+    def _check_records(self, blocks: dict[BlockHash, Block], records: Sequence[Record]) -> None:
+        """All are of blocks of one reservation, and say of them what is so. Raises LayoutMismatch, InvalidField."""
+        first = next(iter(blocks.values()), None)
+        if first is None or not records:
+            if records:
+                raise _not_granted(records[0])
+            return
+        keyspace = self._keyspaces[self.machine.space_of(first).id]
+        space, num_slices, slice_bytes = keyspace.id, keyspace.num_layers, keyspace.slice_bytes
+        sums_bytes = 8 * num_slices
+        for record in records:
+            block = blocks.get(record.hash)
+            if block is None:
+                raise _not_granted(record)
+            if record.keyspace != space:
+                raise LayoutMismatch(
+                    f"records: keyspace {record.keyspace.hex()[:16]} is not that of the reservation; reserve again"
+                )
+            if len(record.checksums) != sums_bytes or record.slice_bytes != slice_bytes:
+                raise LayoutMismatch(
+                    f"records: {record.num_slices} slices of {record.slice_bytes} bytes, "
+                    f"the keyspace has {num_slices} of {slice_bytes}; use the registered layout"
+                )
+            parent = block.parent.hash if block.parent is not None else NO_PARENT
+            if record.parent != parent or record.depth != block.depth:
+                raise InvalidField(
+                    "records", f"block {record.hash.hex()} has another parent or position", "send records in path order"
+                )
 
     def persist(
         self, keyspace: KeyspaceId, hashes: Hashes, durability: Durability, wait_ns: int
@@ -465,6 +475,10 @@ class Runtime:
         if self.data is not None:
             self.data.close()
         self.arena.close()
+
+
+def _not_granted(record: Record) -> InvalidField:
+    return InvalidField("records", f"block {record.hash.hex()} was not granted", "seal granted blocks only")
 
 
 def _only(answers: list[Command], kind: type[_T]) -> _T:

@@ -19,7 +19,7 @@ from kvstore.core.moving import Room, clean, make_room, take_slots
 from kvstore.core.sessions import Session
 from kvstore.core.state import FILLING, READY, FillOp, PersistWait, Pool, Space, State, SyncOp, Waiter
 from kvstore.core.tree import add_kid, borrow, drop, free_slot, link, live, make_ready, place, refresh, unborrow
-from kvstore.core.types import Durability, OpId, Slot, Tier
+from kvstore.core.types import BlockHash, Durability, OpId, Slot, Tier
 from kvstore.errors import InvalidField, LeaseExpired, LimitExceeded
 
 NO_SLOT = Slot(-1)
@@ -112,20 +112,23 @@ def _grant_run(s: State, w: Waiter, op: FillOp, parent: Block, now_ns: int) -> B
     Returns the last block granted."""
     space, tier, session = op.space, op.pool.tier, op.session
     blocks, hashes, share = space.blocks, w.hashes, space.share
-    first = last = w.first + w.num_decided
-    while last < len(hashes) and hashes[last] not in blocks:
-        last += 1
-    slots = take_slots(s, op.pool, share, last - first, now_ns, _admission(op))
+    new: dict[BlockHash, None] = {}  # in path order; a careless client may name a block twice
+    for at in range(w.first + w.num_decided, len(hashes)):
+        name = hashes[at]
+        if name in blocks or name in new:
+            break
+        new[name] = None
+    slots = take_slots(s, op.pool, share, len(new), now_ns, _admission(op))
     copy = parent.residencies[tier]
-    for at, slot in enumerate(slots, first):
+    for name, slot in zip(new, slots, strict=False):
         assert copy is not None
         copy.num_kids += 1
-        block = blocks[hashes[at]] = Block(hashes[at], parent, space.index, share)
+        block = blocks[name] = Block(name, parent, space.index, share)
         add_kid(parent, block)
         block.last_access_ns = now_ns
         block.last_session = session
         copy = block.residencies[tier] = Residency(slot, FILLING, w.op_id)
-        op.blocks[block.hash] = parent = block
+        op.blocks[name] = parent = block
     op.pool.num_filling += len(slots)
     w.slots[w.num_decided : w.num_decided + len(slots)] = slots
     _decide(w, [GRANTED] * len(slots))
@@ -198,11 +201,14 @@ def fill_op(s: State, op_id: OpId) -> FillOp:
 
 def on_seal(s: State, e: Seal, now_ns: int) -> None:
     op = fill_op(s, e.op)
-    unknown = [h for h in (*e.sealed, *e.failed) if h not in op.blocks]
+    named = (*e.sealed, *e.failed)
+    unknown = [h for h in named if h not in op.blocks]
     if unknown:
         raise InvalidField(
             "records", f"block {unknown[0].hex()} was not granted by operation {e.op}", "seal granted blocks only"
         )
+    if len(set(named)) < len(named):
+        raise InvalidField("records", "a block is named twice", "seal or fail each granted block once")
     deepest: Block | None = None
     for block_hash in e.failed:
         _drop_fill(s, op, op.blocks.pop(block_hash), now_ns)

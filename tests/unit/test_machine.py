@@ -344,3 +344,28 @@ def test_contexts_of_recovered_sessions_are_worth_something() -> None:
     assert policy.victim(4) is blocks[free]
     assert policy.score(blocks[held], 4) > policy.score(blocks[free], 4) == 0
     machine.check_invariants()
+
+
+def test_a_path_that_names_a_block_twice_costs_no_slot() -> None:
+    machine = make()
+    a, b, c, d = path("x", 4)
+    got = reserve(machine, [a, b, c, b, d], 1)
+    assert isinstance(got, commands.Reserved)
+    assert [s.name for s in got.statuses] == ["GRANTED", "GRANTED", "GRANTED", "IN_FLIGHT", "GRANTED"]
+    machine.check_invariants()
+    machine.step(events.Detach("client"), 2)
+    machine.check_invariants()
+    assert machine.pools()[0].slots.used_bytes == 0
+
+
+def test_sealing_a_block_twice_is_refused_and_changes_nothing() -> None:
+    machine = make()
+    a, b = path("x", 2)
+    got = reserve(machine, [a, b], 1)
+    assert isinstance(got, commands.Reserved)
+    for sealed, failed in (((a, a), ()), ((a,), (a,))):
+        with pytest.raises(InvalidField, match="twice"):
+            machine.step(events.Seal(got.op, sealed, failed), 2)
+    machine.step(events.Seal(got.op, (a, b)), 3)
+    machine.check_invariants()
+    assert machine.match(KS, [a, b]) == 2
