@@ -45,10 +45,10 @@ def _rows(trace: Trace, rows: npt.NDArray[np.int64], name: str) -> Trace:
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     at = np.arange(offsets[-1]) + np.repeat(trace.offsets[rows] - offsets[:-1], counts)
     ids, num_blocks = renumber(trace.ids[at].astype(np.int64))
-    old, session = np.unique(trace.session[rows], return_inverse=True)
+    old, inverse = np.unique(trace.session[rows], return_inverse=True)
     number_of = np.full(trace.num_sessions + 1, -1, np.int32)  # the last stands for "no parent"
     number_of[old] = np.arange(len(old))
-    session = session.reshape(-1).astype(np.int32)
+    session = inverse.reshape(-1).astype(np.int32)
     return Trace(
         name=name,
         block_tokens=trace.block_tokens,
