@@ -1,8 +1,9 @@
-"""The arithmetic of the core's waits, curves and shared prefixes, compiled; its constants come from the core."""
+"""The arithmetic of the core's waits, curves and shared prefixes, compiled; its constants come from the core, and so do
+the functions that need no arrays."""
 
 from __future__ import annotations
 
-from math import exp, log, log2
+from math import log, log2
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +21,10 @@ WIDTHS = np.diff(EDGES.astype(np.float64)) / 1e9
 STEPS = curve.INDEX_STEPS
 NO_INDEX = curve.NO_INDEX
 COUNT_MAX = curve.COUNT_MAX
-POOLED_WEIGHT = curve.POOLED_WEIGHT
 CONTEXT_WEIGHT = resume.CONTEXT_WEIGHT
 CURVE_REFRESH = curve.REFRESH
 RATIO_WEIGHT = resume.RATIO_WEIGHT
 RATIO_MAX = resume.RATIO_MAX
-PRIOR_HAZARD = curve.PRIOR_HAZARD
 MIX_START = resume.MIX_START
 MIX_RATE = resume.MIX_RATE
 REFRESH_BIN = resume.REFRESH_BIN
@@ -36,27 +35,16 @@ SHARED_POOLED_WEIGHT = shared.POOLED_WEIGHT
 SHARED_CLASS_WEIGHT = shared.CLASS_WEIGHT
 SHARED_PRIOR = shared.PRIOR_HAZARD
 REFRESH_ARRIVALS = shared.REFRESH_ARRIVALS
-SESSION_CONTEXT = worth.SESSION_CONTEXT
 
 
-@jit_inline
-def octave(value: float, per: int) -> int:
-    return int(per * log2(value + 1.0))
-
-
-@jit_inline
-def gap_octave(gap_ns: float) -> int:
-    if gap_ns < 0:
-        return 0
-    return min(20, max(1, int(log2(max(gap_ns / 1e9, 0.25))) + 3))
-
-
-@jit_inline
-def bin_of(age: int) -> int:
-    k = 0
-    while k + 1 < K - 1 and EDGES[k + 1] <= age:
-        k += 1
-    return k
+# What needs no array of its own is the core's own function, compiled.
+octave = jit_inline(worth.octave)
+gap_octave = jit_inline(worth.gap_octave)
+add_logs = jit_inline(worth.add_logs)
+bin_of = jit_inline(curve.bin_of)
+pooled = jit_inline(curve.pooled)
+clip = jit_inline(resume.clip)
+hazard_of = jit_inline(resume.hazard_of)
 
 
 @jit_inline
@@ -93,21 +81,6 @@ def expose(events: F64, exposed: F64, rows: I64, pool: F64, k: int) -> None:
 
 
 @jit_inline
-def pooled_at(pool: F64, k: int) -> float:
-    guess = PRIOR_HAZARD
-    if k > 1:
-        guess = (pool[0, k - 2] + POOLED_WEIGHT * guess) / (pool[1, k - 2] + POOLED_WEIGHT)
-    if k > 0:
-        guess = (pool[0, k - 1] + POOLED_WEIGHT * guess) / (pool[1, k - 1] + POOLED_WEIGHT)
-    return float((pool[0, k] + POOLED_WEIGHT * guess) / (pool[1, k] + POOLED_WEIGHT))
-
-
-@jit_inline
-def clip(p: float) -> float:
-    return min(max(p, 1e-5), 0.999)
-
-
-@jit_inline
 def expose_one(counts: F64, worth: I64, k: int) -> None:
     """As `Curve.expose`. counts: [3, K] events, exposures, and at [2, 0] how many since `worth` was made anew."""
     counts[1, k] += 1.0
@@ -119,14 +92,14 @@ def expose_one(counts: F64, worth: I64, k: int) -> None:
         counts[2, 0] = 0.0
         hazard = np.empty(K)
         for j in range(K):
-            hazard[j] = min(pooled_at(counts, j), 0.999)
+            hazard[j] = min(pooled(counts[0], counts[1], j), 0.999)
         index_curve(hazard, worth, 0)
 
 
 @jit_inline
 def weigh(events: F64, exposed: F64, rows: I64, pool: F64, signs: F64, k: int) -> None:
     """As `ResumeModel._weigh`: fills column k of the rows' signs [R, K]."""
-    base = pooled_at(pool, k)
+    base = pooled(pool[0], pool[1], k)
     level = log(clip(base) / (1.0 - clip(base)))
     for m in range(M):
         row = rows[m]
@@ -143,11 +116,11 @@ def weigh(events: F64, exposed: F64, rows: I64, pool: F64, signs: F64, k: int) -
 @jit_inline
 def predict(rows: I64, pool: F64, weights: F64, signs: F64, k: int) -> float:
     """The hazard of bin k."""
-    base = clip(pooled_at(pool, k))
+    base = clip(pooled(pool[0], pool[1], k))
     mixed = log(base / (1.0 - base))
     for m in range(M):
         mixed += weights[m, k] * signs[rows[m], k]
-    return min(max(1.0 / (1.0 + exp(-mixed)), 1e-6), 0.9999)
+    return float(hazard_of(mixed))
 
 
 @jit_inline
@@ -197,15 +170,3 @@ def refresh_shared(events: F64, exposed: F64, curves: I64) -> None:
             hazard[c, k] = min(own, 0.999)
     for c in range(NUM_CLASSES):
         index_curve(hazard[c], curves[c], 0)
-
-
-@jit_inline
-def add_logs(one: int, other: int) -> int:
-    if one == NO_INDEX:
-        return other
-    if other == NO_INDEX:
-        return one
-    high, low = max(one, other), min(one, other)
-    if high - low > 16 * STEPS:
-        return high
-    return int(high + round(STEPS * log2(1.0 + 2.0 ** ((low - high) / STEPS))))

@@ -71,6 +71,14 @@ def bin_of(age_ns: int) -> int:
     return k
 
 
+def pooled(events: list[float], exposed: list[float], k: int) -> float:
+    """The hazard of bin k, which leans on the bin before, that one on the one before it."""
+    guess = PRIOR_HAZARD
+    for j in range(max(0, k - 2), k + 1):
+        guess = (events[j] + POOLED_WEIGHT * guess) / (exposed[j] + POOLED_WEIGHT)
+    return guess
+
+
 class Curve:
     """Counts of one kind, and the index they give."""
 
@@ -97,13 +105,7 @@ class Curve:
 
     def _refresh(self) -> None:
         self._since_refresh = 0
-        hazards = []
-        for k in range(NUM_BINS):
-            guess = PRIOR_HAZARD
-            for j in range(max(0, k - 2), k + 1):
-                guess = (self._events[j] + POOLED_WEIGHT * guess) / (self._exposed[j] + POOLED_WEIGHT)
-            hazards.append(min(guess, 0.999))
-        self.worth = index_curve(hazards)
+        self.worth = index_curve([min(pooled(self._events, self._exposed, k), 0.999) for k in range(NUM_BINS)])
 
     def learned(self) -> dict[str, Any]:
         """Counts, for `learned.pack`."""

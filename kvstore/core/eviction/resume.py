@@ -37,10 +37,9 @@ from kvstore.core.eviction.curve import (
     LAST_BIN,
     NO_INDEX,
     NUM_BINS,
-    POOLED_WEIGHT,
-    PRIOR_HAZARD,
     Curve,
     index_curve,
+    pooled,
 )
 
 Key: TypeAlias = tuple[object, ...]
@@ -289,15 +288,12 @@ class ResumeModel:
         self._weigh(rows, k)
 
     def _pool_changed(self, k: int) -> None:
-        """Pooled hazards: each bin leans on the one before, that one on the one before it."""
+        """Pooled hazards of the bins that lean on bin k."""
         events, exposed = self._pool_events, self._pool_exposed
         self._rates[k + _PAD] = (events[k] + 0.1) / (exposed[k] + 1.0)
         for j in range(k, min(k + 3, NUM_BINS)):
-            guess = PRIOR_HAZARD
-            for i in range(max(0, j - 2), j + 1):
-                guess = (events[i] + POOLED_WEIGHT * guess) / (exposed[i] + POOLED_WEIGHT)
-            self._bases[j] = guess
-            base = clip(guess)
+            self._bases[j] = pooled(events, exposed, j)
+            base = clip(self._bases[j])
             self._levels[j] = log(base / (1.0 - base))
 
     def _weigh(self, rows: list[Row], k: int) -> None:
