@@ -302,11 +302,11 @@ class Runtime:
 
     def _check_records(self, blocks: dict[BlockHash, Block], records: Sequence[Record]) -> None:
         """All are of blocks of one reservation, and say of them what is so. Raises LayoutMismatch, InvalidField."""
-        first = next(iter(blocks.values()), None)
-        if first is None or not records:
-            if records:
-                raise _not_granted(records[0])
+        if not records:
             return
+        first = blocks.get(records[0].hash)
+        if first is None:
+            raise _not_granted(records[0])
         keyspace = self._keyspaces[self.machine.space_of(first).id]
         space, num_slices, slice_bytes = keyspace.id, keyspace.num_layers, keyspace.slice_bytes
         sums_bytes = 8 * num_slices

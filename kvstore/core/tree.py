@@ -95,12 +95,11 @@ def refresh(s: State, block: Block, now_ns: int) -> None:
         if residency is None:
             continue
         pool = s.by_tier[index]
-        wanted = not residency.num_kids and evictable(pool, block, residency)
+        wanted = evictable(pool, block, residency)
         if wanted != residency.candidate:
             residency.candidate = wanted
-            share = block.share
-            policy = pool.policies.get(share) or pool.policy(share)
-            pool.num_candidates[share] += 1 if wanted else -1
+            policy = pool.policy(block.share)
+            pool.num_candidates[block.share] += 1 if wanted else -1
             if wanted:
                 policy.add(block, now_ns)
             else:

@@ -103,7 +103,7 @@ def _move(plan: Sequence[_Run], obstacle: Obstacle, word: str) -> list[Job]:
     """Carry out; returns the good ones, records the failure of the others."""
     good: list[Job] = []
     helper = native.load() if len(plan) > 1 and all(map(_is_plain, plan)) else None
-    if helper is not None and (stop := obstacle()) is None:
+    if helper is not None and obstacle() is None:
         calls = [(run.file.fd, run.jobs[0].address, run.num_bytes, run.offset) for run in plan]
         results = helper.read(calls) if word == "read" else helper.write(calls)
         for run, result in zip(plan, results, strict=True):

@@ -49,7 +49,7 @@ _UNIT_BYTES_MIN = 256 << 10
 _PIECE = 512
 """Copies in memory that are resolved at once."""
 CHECKERS = max(1, (os.cpu_count() or 1) // 4)
-"""Threads of a lane that check what will be written."""
+"""Threads that check what will be written to files."""
 
 Move = Callable[[Sequence[Job], Obstacle], None]
 
@@ -195,13 +195,14 @@ _Work = _Unit | _Rows
 class _Lane:
     """Threads behind one two-level queue. They start with the first work.
 
-    There are more threads than `num_threads`: some check what will be written, and writes never take the last one, so a
-    read starts at once, and with reads it hashes while the others keep the disk busy.
+    There are more threads than `num_threads`: `num_checkers` check what will be written, and writes never take the last
+    one, so a read starts at once, and with reads it hashes while the others keep the disk busy.
     """
 
-    def __init__(self, name: str, num_threads: int, max_queued_bytes: int) -> None:
+    def __init__(self, name: str, num_threads: int, max_queued_bytes: int, num_checkers: int = 0) -> None:
         self.name = name
         self.num_threads = num_threads
+        self.num_checkers = num_checkers
         self.max_queued_bytes = max_queued_bytes
         self.queued_bytes = [0, 0]
         self._queues: tuple[deque[_Work], deque[_Work]] = (deque(), deque())
@@ -239,7 +240,8 @@ class _Lane:
         _drop(units)
 
     def _start_threads(self, wanted: int) -> None:
-        for _ in range(min(wanted - self._num_idle, self.num_threads + CHECKERS + 1 - len(self._threads))):
+        most = self.num_threads + self.num_checkers + 1
+        for _ in range(min(wanted - self._num_idle, most - len(self._threads))):
             thread = threading.Thread(target=self._loop, name=f"kvstore-{self.name}", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -297,7 +299,7 @@ class _Lane:
         return unit
 
     def _may_check(self) -> bool:
-        return self._num_checking < CHECKERS and len(self._checked) < self.num_threads
+        return self._num_checking < self.num_checkers and len(self._checked) < self.num_threads
 
     def close(self, timeout: float) -> None:
         """Drop what waits, let what runs finish. Raises nothing; threads that hang in the kernel are left behind."""
@@ -338,7 +340,7 @@ class TransferEngine:
     ) -> None:
         native.load()
         self.unit_bytes = unit_bytes
-        self._files = _Lane("file I/O", num_threads, max_queued_bytes)
+        self._files = _Lane("file I/O", num_threads, max_queued_bytes, CHECKERS)
         self._memory = _Lane("memory copies", num_copy_threads or min(2, os.cpu_count() or 1), max_queued_bytes)
 
     def submit(self, copies: Sequence[Copy], priority: Priority, deadline_s: float | None = None) -> Transfer:
