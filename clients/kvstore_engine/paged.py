@@ -25,6 +25,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from kvstore_engine.attention import PagedBatch, Scratch, Segment, paged_attention
+from kvstore_engine.model import first_line
 from kvstore_engine.pool import KVPool
 
 log = logging.getLogger(__name__)
@@ -150,7 +151,7 @@ def flex_paged_attention(
     try:
         return _over_tables(query, layer, plan, scaling), None
     except (RuntimeError, TypeError, ValueError) as error:  # the compiler's, when it meets a new shape
-        _say_once(_line(error))
+        _say_once(first_line(error))
         return paged_attention(module, query, key, value, attention_mask, scaling, kv_batch)
 
 
@@ -177,7 +178,7 @@ def _attend(rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Pl
     if rows.device.type in COMPILE_ON:
         call = compiled(rows.device.type)
     if rows.device.type == "cuda":
-        options = {"kernel_options": {"BLOCK_M": min(QUERY_BLOCK, 64), "BLOCK_N": min(plan.mask.BLOCK_SIZE[1], 64)}}
+        options = {"kernel_options": {"BLOCK_M": QUERY_BLOCK, "BLOCK_N": min(plan.mask.BLOCK_SIZE[1], 64)}}
     grouped = rows.shape[1] != key.shape[1]
     out = call(rows, key, value, block_mask=plan.mask, scale=scaling, enable_gqa=grouped, **options)
     assert isinstance(out, torch.Tensor)
@@ -201,18 +202,19 @@ def register() -> None:
 def works(pool: KVPool, num_heads: int, scaling: float) -> bool:
     """Does it agree with exact attention on this machine, within `TOLERANCE`? Overwrites the pool: ask before the pool
     is used. Says in the log why not."""
-    if why := obstacle(pool.layer(0)):
+    why = obstacle(pool.layer(0)) or _misfit(pool, num_heads, scaling)
+    if why:
         log.warning("attention: %s; contexts are copied instead", why)
-        return False
+    return not why
+
+
+def _misfit(pool: KVPool, num_heads: int, scaling: float) -> str:
+    """Why the results here can't be used; empty when they can."""
     try:
         worst = difference(pool, num_heads, scaling)
     except Exception as error:  # a compiler's error may be anything
-        log.warning("attention: over block tables fails here (%s); contexts are copied instead", _line(error))
-        return False
-    if not worst <= TOLERANCE:
-        log.warning("attention: over block tables is off by %.3g here; contexts are copied instead", worst)
-        return False
-    return True
+        return f"over block tables fails here ({first_line(error)})"
+    return "" if worst <= TOLERANCE else f"over block tables is off by {worst:.3g} here"
 
 
 def difference(pool: KVPool, num_heads: int, scaling: float) -> float:
@@ -228,12 +230,12 @@ def difference(pool: KVPool, num_heads: int, scaling: float) -> float:
     generator = torch.Generator().manual_seed(2)
     layer = pool.layer(0)
     noise = torch.randn(num_blocks, *layer.shape[1:], generator=generator).to(layer.dtype).to(pool.device)
-    worst = 0.0
+    found = []
     for segments in cases:
         layer[slots] = noise
-        worst = max(worst, _worst(pool, segments, num_heads, scaling, generator))
+        found.append(_worst(pool, segments, num_heads, scaling, generator))
     pool.raw[slots] = 0
-    return worst
+    return float(torch.tensor(found).max())  # NaN where one is: Python's max would lose it
 
 
 class _Layer:
@@ -257,7 +259,3 @@ def _worst(pool: KVPool, segments: list[Segment], num_heads: int, scaling: float
         layer[:, 1][plan.unwritten] = float("nan")
         found = _over_tables(rows[0], layer, plan, scaling)
     return float((found.float() - exact.float()).abs().max())
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

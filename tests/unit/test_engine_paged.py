@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -65,6 +66,19 @@ def test_a_wrong_table_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = pool_of("float32")
     right = paged.token_rows
     monkeypatch.setattr(paged, "token_rows", lambda layer, which: right(layer, 1 - which))
+    assert not paged.works(pool, EXACT_HEADS, 0.125)
+
+
+def test_what_was_never_written_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison can fail: with NaN behind the contexts, and nobody who clears it, it does."""
+    pool = pool_of("float32")
+    over_tables = paged._over_tables
+
+    def uncleared(query: torch.Tensor, layer: torch.Tensor, plan: paged.Plan, scaling: float) -> torch.Tensor:
+        nothing = torch.zeros(0, dtype=torch.int64)
+        return over_tables(query, layer, replace(plan, unwritten=(nothing, nothing)), scaling)
+
+    monkeypatch.setattr(paged, "_over_tables", uncleared)
     assert not paged.works(pool, EXACT_HEADS, 0.125)
 
 
