@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvstore_bench.hardware import GIB
 from kvstore_bench.plan import DAY_S, MONTH_H, Mix, Planner
 
@@ -28,12 +26,10 @@ class Sums:
 
 def sums(planner: Planner, mix: Mix) -> Sums:
     """Blocks found and computed with a mix."""
-    hbm = planner.hardware.hbm_gib
-    sizes = (hbm, hbm + mix.dram_gib, hbm + mix.dram_gib + mix.nvme_gib)
-    hits = np.maximum.reduce([planner.runs(size) for size in sizes])
-    blocks = tuple(planner.blocks(size) for size in sizes)
-    found = int(hits.sum())
-    return Sums(found, planner.simulator.trace.num_references - found, (blocks[0], blocks[1], blocks[2]))
+    hbm, dram, nvme = planner.sizes(mix.dram_gib, mix.nvme_gib)
+    found = int(planner.found(mix.dram_gib, mix.nvme_gib)[-1].sum())
+    blocks = planner.blocks(hbm), planner.blocks(dram), planner.blocks(nvme)
+    return Sums(found, planner.simulator.trace.num_references - found, blocks)
 
 
 def appendix(planner: Planner, mix: Mix) -> list[list[str]]:

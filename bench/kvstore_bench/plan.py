@@ -91,12 +91,21 @@ class Planner:
             self._runs[capacity] = self.simulator.point(self.policy, capacity).runs
         return self._runs[capacity]
 
+    def sizes(self, dram_gib: float, nvme_gib: float) -> tuple[float, float, float]:
+        """GiB of HBM, with DRAM, with NVMe."""
+        hbm = self.hardware.hbm_gib
+        return hbm, hbm + dram_gib, hbm + dram_gib + nvme_gib
+
+    def found(self, dram_gib: float, nvme_gib: float) -> tuple[I64, I64, I64]:
+        """[num_requests] leading blocks found in HBM, with DRAM, with NVMe: never fewer in more."""
+        hbm, dram, total = map(self.runs, self.sizes(dram_gib, nvme_gib))
+        dram = np.maximum(dram, hbm)
+        return hbm, dram, np.maximum(total, dram)
+
     def mix(self, dram_gib: float, nvme_gib: float) -> Mix:
         """What these sizes give."""
         hw, trace = self.hardware, self.simulator.trace
-        hbm = self.runs(hw.hbm_gib)
-        dram = np.maximum(self.runs(hw.hbm_gib + dram_gib), hbm)
-        total = np.maximum(self.runs(hw.hbm_gib + dram_gib + nvme_gib), dram)
+        hbm, dram, total = self.found(dram_gib, nvme_gib)
         inputs = trace.input_tokens.astype(np.float64)
         cached = np.minimum(total * trace.block_tokens, trace.input_tokens).astype(np.float64)
         prefill = self.prefill_s(cached, inputs)

@@ -13,8 +13,7 @@ from kvstore_bench.appendix import HEAD as APPENDIX_HEAD
 from kvstore_bench.appendix import appendix
 from kvstore_bench.plan import Mix, Plan, Planner
 from kvstore_bench.report import Page, Series, line_chart, stacked_chart
-from kvstore_bench.residency import duration
-from kvstore_bench.rows import Row, row
+from kvstore_bench.rows import Row, duration, row
 
 HEAD = ("DRAM", "NVMe", "saved", "GPU s", "p50 s", "p99 s", "$/month", "$/Mtok", "$/sess.", "wear")
 SLICES = 48
@@ -129,10 +128,8 @@ def _curve(planner: Planner) -> str:
 
 
 def _sources(planner: Planner, mix: Mix) -> str:
-    trace, hw = planner.simulator.trace, planner.hardware
-    hbm = planner.runs(hw.hbm_gib)
-    dram = np.maximum(planner.runs(hw.hbm_gib + mix.dram_gib), hbm)
-    total = np.maximum(planner.runs(hw.hbm_gib + mix.dram_gib + mix.nvme_gib), dram)
+    trace = planner.simulator.trace
+    hbm, dram, total = planner.found(mix.dram_gib, mix.nvme_gib)
     edges = np.linspace(0, float(trace.times_ns[-1]) + 1.0, SLICES + 1)
     which = np.clip(np.searchsorted(edges, trace.times_ns, side="right") - 1, 0, SLICES - 1)
     columns = []

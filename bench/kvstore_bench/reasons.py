@@ -85,7 +85,7 @@ def _closest(mixes: list[Mix], target_p99: float) -> str:
 
 def _catches(planner: Planner, mix: Mix) -> list[str]:
     """What the memory beside HBM is for, from the causes of the misses it avoids."""
-    small, large = planner.lost(planner.hardware.hbm_gib), planner.lost(_whole_gib(planner, mix))
+    small, large = planner.lost(planner.hardware.hbm_gib), planner.lost(planner.sizes(mix.dram_gib, mix.nvme_gib)[-1])
     gain = [small.share(c) - large.share(c) for c in range(FIRST_SIGHT)]
     most = sorted((c for c in range(FIRST_SIGHT) if gain[c] >= WORTH_SAYING), key=lambda c: -gain[c])[:3]
     if not most:
@@ -99,10 +99,6 @@ def _catches(planner: Planner, mix: Mix) -> list[str]:
 
 def _when(cause: int) -> str:
     return f"for {PHRASES[cause // len(GAPS)]}, last used {GAPS[cause % len(GAPS)]} before"
-
-
-def _whole_gib(planner: Planner, mix: Mix) -> float:
-    return planner.hardware.hbm_gib + mix.dram_gib + mix.nvme_gib
 
 
 def _wear(best: Mix) -> str:

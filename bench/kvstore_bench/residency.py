@@ -10,6 +10,7 @@ import numpy as np
 from kvstore.core.machine import Machine
 from kvstore.core.types import Activity
 from kvstore_bench.replay import KEYSPACE, replay_machine
+from kvstore_bench.rows import duration
 from kvstore_bench.traces.model import Trace
 
 CLASSES = ("said nothing", "waits for a tool", "idle after a turn", "ended")
@@ -36,12 +37,6 @@ def residency_columns(trace: Trace, policy: str, capacity: int) -> Columns:
 
     replay_machine(part, policy, capacity, signal_ends=True, sample=sample)
     return columns
-
-
-def duration(time_ns: int) -> str:
-    """Hours, or minutes below one."""
-    hours = time_ns / 3.6e12
-    return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"
 
 
 def _shares(machine: Machine, capacity: int) -> list[float]:

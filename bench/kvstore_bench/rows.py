@@ -27,6 +27,12 @@ def figure(value: float, unit: str) -> str:
     return f"{value:,.0f}" if unit not in MEASURED and float(value).is_integer() else f"{value:.2f}"
 
 
+def duration(time_ns: int) -> str:
+    """Hours, or minutes below one."""
+    hours = time_ns / 3.6e12
+    return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"
+
+
 @dataclass(frozen=True)
 class Row:
     """One figure. `lower_is_better` turns the goal round: then it's a maximum."""

@@ -47,7 +47,6 @@ POLICIES = (
 )
 MACHINE = "machine:"
 MACHINE_POLICIES = tuple(MACHINE + name for name in CORE_POLICIES)
-DEFAULT_POLICIES = ("infinite", "optimum", "session", "session+ends", "leaf-lru")
 
 
 @dataclass

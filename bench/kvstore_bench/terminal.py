@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from kvstore_bench.rows import duration
 from kvstore_bench.traces.errors import TraceError
 from kvstore_bench.traces.load import load
 from kvstore_bench.traces.model import Trace
@@ -141,10 +142,8 @@ def finished_points(resume: Path | None) -> Iterator[Any]:
 
 def describe(trace: Trace) -> str:
     """One line on a trace."""
-    hours = float(trace.times_ns[-1]) / 3.6e12
-    length = f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"
     return (
-        f"{trace.num_requests:,} requests of {trace.num_sessions:,} sessions over {length}, "
+        f"{trace.num_requests:,} requests of {trace.num_sessions:,} sessions over {duration(int(trace.times_ns[-1]))}, "
         f"{trace.num_references:,} block references, "
         f"{trace.num_blocks:,} distinct blocks of {trace.block_tokens} tokens"
     )
