@@ -16,11 +16,26 @@ from pathlib import Path
 
 import numpy as np
 
+from kvstore_gpu.arena import Arena
 from kvstore_gpu.errors import Unavailable
 from kvstore_gpu.pinned import one_copy
-from kvstore_gpu.streams import Copies, Event, HostBuffer, Stream, Work, move_on_host
+from kvstore_gpu.streams import Copies, Event, HostBuffer, InlineBackend, Stream, Work, move_on_host
 
 PIECE_BYTES = 1 << 16
+
+
+class Pinning(InlineBackend):
+    """Copies from pageable memory need staging, as on a device."""
+
+    needs_pinned = True
+
+
+class Behind(Arena):
+    """A pool that the host can't address, as a device's is."""
+
+    def host_view(self) -> HostBuffer | None:
+        """None, as for a device."""
+        return None
 
 
 class FakeEvent:

@@ -16,23 +16,11 @@ from kvstore.tiers.transfer import Copy, File, Memory, Priority, TransferEngine,
 from kvstore_gpu.arena import Arena, PoolSpec
 from kvstore_gpu.hand import DeviceHand
 from kvstore_gpu.nvme import random_block
-from kvstore_gpu.streams import HostBuffer, InlineBackend
+from kvstore_gpu.streams import HostBuffer
+from kvstore_gpu.testing import Behind, Pinning
 
 SPEC = PoolSpec(num_slots=16, num_slices=4, slice_bytes=3000)
 STRIDE, NUM_BYTES = SPEC.stride_bytes, SPEC.slot_bytes
-
-
-class Pinning(InlineBackend):
-    """Copies from pageable memory need staging, as on a device."""
-
-    needs_pinned = True
-
-
-class Behind(Arena):
-    """A pool that the host can't address, as a device's is."""
-
-    def host_view(self) -> HostBuffer | None:
-        return None
 
 
 @pytest.fixture

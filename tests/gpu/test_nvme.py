@@ -13,18 +13,10 @@ from kvstore_gpu.arena import Arena, PoolSpec
 from kvstore_gpu.errors import LayoutError
 from kvstore_gpu.nvme import Batch, Failure, FallbackPath, HostPath, Piece, random_block
 from kvstore_gpu.probe import judge, probe
-from kvstore_gpu.streams import HostBuffer
-from kvstore_gpu.testing import FakeBackend
+from kvstore_gpu.testing import Behind, FakeBackend
 
 SPEC = PoolSpec(num_slots=8, num_slices=2, slice_bytes=5000)
 STRIDE = SPEC.stride_bytes
-
-
-class Behind(Arena):
-    """A pool that the host can't address, as a device's is."""
-
-    def host_view(self) -> HostBuffer | None:
-        return None
 
 
 def pool(behind: bool, seed: int = 0) -> Arena:

@@ -25,7 +25,7 @@ from kvstore_engine.sequence import EndEvent, TurnEnd
 from kvstore_engine.store import NullStore
 from kvstore_engine.testing import tiny_config, tiny_model
 from kvstore_gpu.arena import Arena, PoolSpec
-from kvstore_gpu.streams import HostBuffer, InlineBackend
+from kvstore_gpu.testing import Behind, Pinning
 
 MIB = 1 << 20
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -65,19 +65,6 @@ def pools(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
         monkeypatch.setattr(device, "make_arena", behind)
         monkeypatch.setattr(device, "choose_path", lambda hand, folder: None)  # without a driver cuFile may hang
     return str(request.param)
-
-
-class Pinning(InlineBackend):
-    """Copies need pinned memory."""
-
-    needs_pinned = True
-
-
-class Behind(Arena):
-    """A pool that the host can't address."""
-
-    def host_view(self) -> HostBuffer | None:
-        return None
 
 
 def behind(keyspace: Keyspace, num_slots: int, _: torch.device) -> Arena:

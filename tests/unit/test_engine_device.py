@@ -23,23 +23,10 @@ from kvstore_engine.sampling import SamplingParams
 from kvstore_engine.testing import tiny_config, tiny_model
 from kvstore_gpu import probe
 from kvstore_gpu.arena import Arena, PoolSpec
-from kvstore_gpu.streams import HostBuffer, InlineBackend
+from kvstore_gpu.testing import Behind, Pinning
 
 SPEC = PoolSpec(4, 2, 2048)
 STRIDE = SPEC.stride_bytes
-
-
-class Pinning(InlineBackend):
-    """Copies need pinned memory, as on a device."""
-
-    needs_pinned = True
-
-
-class Behind(Arena):
-    """A pool that the host can't address."""
-
-    def host_view(self) -> HostBuffer | None:
-        return None
 
 
 @pytest.fixture
