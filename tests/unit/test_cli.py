@@ -331,7 +331,9 @@ def test_as_a_module_and_version() -> None:
 
 def test_control_c_in_a_real_process() -> None:
     code = (
-        "import sys, types, time, kvstore.cli as cli\n"
+        "import signal, sys, types, time, kvstore.cli as cli\n"
+        # a shell's background job inherits SIGINT ignored: the child listens whoever started the tests
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def run():\n    print('up', flush=True)\n    time.sleep(60)\n"
         "for name in ('kvstore_bench', 'kvstore_bench.demo'): sys.modules[name] = types.ModuleType(name)\n"
         "sys.modules['kvstore_bench.demo'].run = run\n"
