@@ -16,6 +16,7 @@ Scores are in the model's dtype and the softmax in float32, as in transformers' 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,13 @@ from kvstore_engine.pool import KVPool
 NAME = "kvstore_paged"
 TILE = 64
 ROWS = 8
+
+BeforeLayer = Callable[[int], None]
+"""Called with a layer's index before its KV is touched; returns when what is enqueued from then on may touch it."""
+
+
+def at_once(layer: int) -> None:
+    """All layers are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +69,16 @@ class Scratch:
 
 
 class PagedBatch:
-    """What the attention function needs to know about one forward; passed through the model as `kv_batch`."""
+    """What the attention function needs to know about one forward; passed through the model as `kv_batch`.
 
-    def __init__(self, pool: KVPool, scratch: Scratch, segments: list[Segment]) -> None:
+    Every attention function calls `before_layer` first. What it raises ends the forward.
+    """
+
+    def __init__(
+        self, pool: KVPool, scratch: Scratch, segments: list[Segment], before_layer: BeforeLayer = at_once
+    ) -> None:
         self.segments = segments
+        self.before_layer = before_layer
         self.scratch = scratch
         self.block_tokens = pool.keyspace.block_tokens
         self.pool = pool
@@ -98,6 +112,7 @@ def paged_attention(
 
     Mutates the pool. Rows beyond the segments are padding: they come back as zeros.
     """
+    kv_batch.before_layer(module.layer_idx)
     layer = kv_batch.pool.layer(module.layer_idx)
     kv_batch.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
     rows = query[0].transpose(0, 1)

@@ -61,6 +61,9 @@ class EngineConfig(BaseModel):
     store_workers: Annotated[int, Field(ge=1, le=32)] = 2
     restore_plan: Literal["measured", "always"] = "measured"
     """Restore or recompute, or both at once, by measured rates; or restore whatever the store holds."""
+    layerwise_restore: Literal["auto", "off"] = "auto"
+    """auto: pools on a device take blocks from DRAM layer by layer, and the first chunk behind them is computed
+    meanwhile; it counts only if every byte was right. off: restores are whole before anything is computed."""
     restore_blocks_min: Positive = 1
     """Don't ask the store for less than this many blocks."""
     tenant: str = "default"

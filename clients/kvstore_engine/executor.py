@@ -19,7 +19,7 @@ import torch
 
 from kvstore.errors import SetupError
 from kvstore_engine import attention
-from kvstore_engine.attention import ROWS, PagedBatch, Scratch, Segment
+from kvstore_engine.attention import ROWS, BeforeLayer, PagedBatch, Scratch, Segment, at_once
 from kvstore_engine.config import Attention
 from kvstore_engine.model import LoadedModel, head_dim
 from kvstore_engine.pool import KVPool
@@ -65,20 +65,23 @@ class Executor:
         self.num_rows = -(-max_batch // ROWS) * ROWS
         self._scratch = Scratch(pool.device)
 
-    def prefill(self, work: Work) -> torch.Tensor:
-        """Compute one chunk; float32 logits `[vocab]` of its last token."""
-        if len(work.tokens) == 1:
-            return self.decode([work])[0]
-        hidden = self._forward([work], len(work.tokens))
-        return self._logits(hidden[-1:])[0]
+    def prefill(self, work: Work, before_layer: BeforeLayer = at_once) -> torch.Tensor:
+        """Compute one chunk; float32 logits `[vocab]` of its last token.
+
+        Passes on what `before_layer` raises; nothing but rows of `work` was written then.
+        """
+        count = len(work.tokens)
+        hidden = self._forward([work], count if count > 1 else self.num_rows, before_layer)
+        return self._logits(hidden[count - 1 : count])[0]
 
     def decode(self, works: Sequence[Work]) -> torch.Tensor:
         """One token for each of at most `num_rows` sequences; float32 logits `[len(works), vocab]`."""
         assert len(works) <= self.num_rows and all(len(w.tokens) == 1 for w in works)
         return self._logits(self._forward(works, self.num_rows)[: len(works)])
 
-    def _forward(self, works: Sequence[Work], num_rows: int) -> torch.Tensor:
+    def _forward(self, works: Sequence[Work], num_rows: int, before_layer: BeforeLayer = at_once) -> torch.Tensor:
         batch, tokens, positions = self._pack(works, num_rows)
+        batch.before_layer = before_layer
         with torch.inference_mode():
             out = self._lm.model(
                 input_ids=tokens[None],
