@@ -25,6 +25,7 @@ from kvstore.errors import InvalidField, LeaseExpired, TransferError, Unavailabl
 from kvstore_api.v1 import kvstore_pb2 as pb
 from kvstore_client.connection import Connection
 from kvstore_client.descriptors import Descriptors
+from kvstore_client.layers import LayerGate
 from kvstore_client.moving import Outcome, Plan, check_pool, read_blocks, write_blocks
 from kvstore_client.pool import Pool
 from kvstore_client.session import Session
@@ -163,9 +164,11 @@ class Client(Connection):
         pool: Pool,
         slots: Sequence[int],
         timeout_s: float | None = None,
+        gate: LayerGate | None = None,
     ) -> Restored:
         """Copy blocks [first, last) of a leased context into the pool's `slots`, in order, and verify them there.
 
+        `gate` opens if they come by layers, which takes a mover that can, and blocks in DRAM.
         Bytes beyond `num_ok` blocks are undefined. Raises LeaseExpired, Unavailable, InvalidField; the slots are then
         undefined, and no transfer into them is running any more.
         """
@@ -176,7 +179,7 @@ class Client(Connection):
         started = time.monotonic()
         deadline = started + (timeout_s or self.timeout_s)
         with self._using(lease):
-            outcomes = self._restore_pages(lease, chain, first, pool, slots, deadline)
+            outcomes = self._restore_pages(lease, chain, first, pool, slots, deadline, gate)
         tiers = b"".join(got.tiers for got in outcomes)
         errors = outcomes[-1].errors if outcomes else []
         if len(tiers) < last - first and not errors:
@@ -185,7 +188,14 @@ class Client(Connection):
         return Restored(len(tiers), tiers.count(Tier.DRAM), tiers.count(Tier.NVME), seconds, tuple(errors))
 
     def _restore_pages(
-        self, lease: Lease, chain: TokenChain, first: int, pool: Pool, slots: Sequence[int], deadline: float
+        self,
+        lease: Lease,
+        chain: TokenChain,
+        first: int,
+        pool: Pool,
+        slots: Sequence[int],
+        deadline: float,
+        gate: LayerGate | None,
     ) -> list[Outcome]:
         """Outcomes of the pages up to the first that isn't whole.
 
@@ -195,7 +205,7 @@ class Client(Connection):
         cuts = [(at, slots[at : at + page]) for at in range(0, len(slots), page)]
 
         def one(at: int, mine: Sequence[int]) -> Outcome:
-            return self._restore_page(lease, chain, first + at, first + at + len(mine), pool, mine, deadline)
+            return self._restore_page(lease, chain, first + at, first + at + len(mine), pool, mine, deadline, gate)
 
         if len(cuts) <= 1:
             return [one(*cut) for cut in cuts]
@@ -221,6 +231,7 @@ class Client(Connection):
         pool: Pool,
         slots: Sequence[int],
         deadline: float,
+        gate: LayerGate | None,
     ) -> Outcome:
         descriptors = self._attached()
         if lease.boot_epoch != descriptors.boot_epoch:
@@ -230,7 +241,8 @@ class Client(Connection):
         outcome = Outcome()
         try:
             plan = _plan(reply)
-            outcome = read_blocks(self._engine, self._shared, chain, first, plan, pool, slots, descriptors, deadline)
+            where = pool, slots, descriptors, deadline, gate
+            outcome = read_blocks(self._engine, self._shared, chain, first, plan, *where)
         finally:
             self._restore_done(lease, reply.op_id, outcome, chain.keyspace.block_bytes)
         return outcome

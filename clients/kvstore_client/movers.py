@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 from kvstore.tiers.transfer import Copy, CopyResult, Priority
+from kvstore_client.layers import Ready
 
 
 class Moving(Protocol):
@@ -29,3 +30,14 @@ class Mover(Protocol):
 
     def close(self) -> None:
         """Stop."""
+
+
+@runtime_checkable
+class LayerMover(Protocol):
+    """A `Mover` that can also bring blocks layer by layer, for who computes on the first ones meanwhile."""
+
+    def submit_by_layers(
+        self, copies: Sequence[Copy], told: Callable[[int, Ready], None], deadline_s: float | None = None
+    ) -> Moving:
+        """Start reading blocks from host memory, all with checksums. `told` hears of each group of layers, in order,
+        from another thread; the results are as final as `submit`'s. Raises as `submit`."""

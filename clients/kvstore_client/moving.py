@@ -24,7 +24,8 @@ from kvstore.tiers.files import OpenFile
 from kvstore.tiers.tables import Table, TableTransfer, usable
 from kvstore.tiers.transfer import Copy, File, Memory, Priority, TransferEngine
 from kvstore_client.descriptors import Descriptors
-from kvstore_client.movers import Mover, Moving
+from kvstore_client.layers import LayerGate
+from kvstore_client.movers import LayerMover, Mover, Moving
 from kvstore_client.pool import Pool
 from kvstore_client.proof import checksums_of_records
 from kvstore_client.sharing import Key, SharedReads
@@ -79,14 +80,16 @@ def read_blocks(
     slots: Sequence[int],
     descriptors: Descriptors,
     deadline: float,
+    gate: LayerGate | None = None,
 ) -> Outcome:
     """Copy the located blocks into `slots` of the pool and judge them there.
 
     What another restore of this process is reading from NVMe is copied from it. What failed on NVMe is read a second
-    time before it is called lost, since that costs the block its life. Raises Unavailable when the service has gone.
+    time before it is called lost, since that costs the block its life. Blocks that all lie in DRAM come by layers where
+    there is a `gate` and the mover can. Raises Unavailable when the service has gone.
     """
     sums, wrong = checksums_of_records(plan.records, chain, first)
-    reading = _Reading(engine, chain, first, sums, pool, slots, descriptors, deadline)
+    reading = _Reading(engine, chain, first, sums, pool, slots, descriptors, deadline, gate)
     reading.refuse(wrong)
     for i, (tier, slot) in enumerate(zip(plan.tiers, plan.slots, strict=True)):
         if i not in wrong:
@@ -108,8 +111,10 @@ class _Reading:
         slots: Sequence[int],
         descriptors: Descriptors,
         deadline: float,
+        gate: LayerGate | None,
     ) -> None:
         self.engine = engine
+        self.gate = gate
         self.chain = chain
         self.first = first
         self.sums = sums
@@ -169,6 +174,9 @@ class _Reading:
         left = max(self.deadline - time.monotonic(), 0.0)
         if not (isinstance(self.engine, TransferEngine) and usable(self.slice_bytes)):
             copies = [self.copy(i, Memory(self.arena, slot)) for i, slot in self.dram.items()]
+            if self.gate is not None and isinstance(self.engine, LayerMover) and not (self.nvme or self.wrong):
+                told = self.gate.part(len(copies))
+                return _FromArena(indices, self.engine.submit_by_layers(copies, told, left))
             return _FromArena(indices, self.engine.submit(copies, Priority.READ, left))
         slots = np.fromiter(self.dram.values(), dtype=np.int64, count=len(indices))
         targets, sums = self.offsets, self.sums

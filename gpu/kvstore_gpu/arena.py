@@ -34,7 +34,7 @@ from kvstore_gpu.driver import Driver, I64Array
 from kvstore_gpu.errors import LayoutError, PinRefused, Unavailable
 from kvstore_gpu.kernels import Kernels, best_kernels
 from kvstore_gpu.pinned import Pinned, PinnedRegion, StagingRing, register
-from kvstore_gpu.restore import LayerRestore
+from kvstore_gpu.restore import LayerRestore, Told, not_told
 from kvstore_gpu.streams import Backend, Copies, CudaBackend, Event, HostBuffer, InlineBackend, Stream
 
 PairIn = tuple[HostBuffer, Slot]
@@ -286,12 +286,13 @@ class Arena:
         expected: npt.NDArray[np.uint64] | None = None,
         layers_per_event: int = 1,
         after: Sequence[After] = (),
+        told: Told = not_told,
     ) -> LayerRestore:
         """`copy_in` by groups of layers, an event for each: attention of layer l waits for layer l only.
 
         `expected` is `[pair, slice]` XXH3-64: the slices are then summed on the device, after their copy and before
         their event; `LayerRestore.finish` names the wrong ones. Sources that aren't pinned are staged, which holds the
-        caller up until the last of them is in the ring.
+        caller up until the last of them is in the ring. `told` hears of each event as soon as it's recorded.
         Raises: LayoutError; as `copy_in`.
         """
         moves = [self._move(source, slot) for source, slot in pairs]
@@ -301,7 +302,7 @@ class Arena:
         restore = LayerRestore(self.backend, stream, copies, [(move.memory, move.in_pool) for move in staged])
         restore.hold([move.memory for move in direct])
         offsets = np.array([slot for _, slot in pairs], dtype=np.uint64)
-        restore.start(self, offsets, expected, layers_per_event)
+        restore.start(self, offsets, expected, layers_per_event, told)
         return restore
 
     def send_staged(self, stream: Stream, source: HostBuffer, target: int) -> None:

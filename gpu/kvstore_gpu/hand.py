@@ -4,7 +4,7 @@ Stands where `kvstore.tiers.transfer.TransferEngine` stands for host pools, with
 copy is `Memory(arena.flat, slot)`, the other a place in the DRAM arena, in a slab file, or in the pool too. The DRAM
 arena is pinned beside the work when it is first seen (`pins`).
 
-    DRAM -> pool   copies on the arena's own stream, summed on the device afterwards
+    DRAM -> pool   copies on the arena's own stream, summed on the device afterwards; or both by groups of layers
     NVMe -> pool   GPUDirect Storage where the probe chose it; else file -> pinned buffers -> pool, two halves in turn
     pool -> DRAM   summed on the device, then copied
     pool -> pool   what another restore has just read; summed on the device afterwards
@@ -12,6 +12,9 @@ arena is pinned beside the work when it is first seen (`pins`).
 One thread owns the arena and takes reads before writes. The caller's compute stream is marked when `submit` is
 called, and nothing touches a slot before that mark. A result is final: the bytes are there and, where checksums
 were given, are right *where they now lie*.
+
+By layers (`submit_by_layers`) the caller hears of each group as soon as its copies are enqueued, and may compute on it
+before the results are there. What comes of that is worth nothing until they are, and good.
 """
 
 from __future__ import annotations
@@ -33,17 +36,22 @@ import numpy.typing as npt
 from kvstore.core.types import SLOT_ALIGN, Slot
 from kvstore.errors import ChecksumMismatch, InvalidField, KVStoreError, TierError, TierFull, Unavailable
 from kvstore.tiers.transfer import Copy, CopyResult, File, Memory, Priority, TransferEngine
-from kvstore_gpu.arena import Arena, CopyHandle, Point
+from kvstore_gpu.arena import Arena, CopyHandle, PairIn, Point
 from kvstore_gpu.gds import GdsPath
 from kvstore_gpu.pinned import PinnedBuffer
 from kvstore_gpu.pins import Pins
-from kvstore_gpu.streams import HostBuffer
+from kvstore_gpu.streams import Event, HostBuffer
 
 log = logging.getLogger(__name__)
 Obstacle = Callable[[], KVStoreError | None]
 Sums = npt.NDArray[np.uint64]
+Told = Callable[[int, Callable[[], None]], None]
+"""Called from the hand's thread with a number of layers, from the first on, and a function. What its caller enqueues
+afterwards starts when those layers of all blocks are there; for a pool in host memory it returns when they are."""
 _STOP = 99
 """Behind every priority: what was queued before is still done."""
+GROUP_BYTES = 256 << 10
+"""Of each block, go together by layers: smaller copies are slow ones."""
 
 
 @dataclass(order=True)
@@ -53,6 +61,7 @@ class _Batch:
     copies: Sequence[Copy] = field(compare=False)
     transfer: DeviceTransfer = field(compare=False)
     ready: Point = field(compare=False)
+    told: Told | None = field(compare=False, default=None)
 
 
 class DeviceTransfer:
@@ -131,6 +140,19 @@ class DeviceHand:
         Raises: InvalidField for places that can't be, TierFull when too much waits, Unavailable when closed. After an
         error nothing was queued.
         """
+        return self._enqueue(copies, priority, deadline_s, None)
+
+    def submit_by_layers(self, copies: Sequence[Copy], told: Told, deadline_s: float | None = None) -> DeviceTransfer:
+        """`submit` for reading blocks from host memory, all with checksums, in groups of layers. Raises as `submit`."""
+        num_bytes = 8 * self.arena.num_slices
+        for copy in copies:
+            if _kind(copy, self.arena) != "memory" or len(copy.checksums or b"") != num_bytes:
+                raise InvalidField("copies", "aren't all of blocks in host memory with checksums", "use submit")
+        return self._enqueue(copies, Priority.READ, deadline_s, told)
+
+    def _enqueue(
+        self, copies: Sequence[Copy], priority: Priority, deadline_s: float | None, told: Told | None
+    ) -> DeviceTransfer:
         for copy in copies:
             self._check(copy)
         num_bytes = sum(copy.num_bytes for copy in copies)
@@ -142,7 +164,7 @@ class DeviceHand:
             if self._queued_bytes and self._queued_bytes + num_bytes > self.max_queued_bytes:
                 raise TierFull(f"device: {self._queued_bytes} bytes wait already; retry later")
             self._queued_bytes += num_bytes
-            self._queue.put(_Batch(int(priority), next(self._numbers), copies, transfer, ready))
+            self._queue.put(_Batch(int(priority), next(self._numbers), copies, transfer, ready, told))
         return transfer
 
     def close(self, timeout: float = 5.0) -> None:
@@ -213,17 +235,33 @@ class DeviceHand:
             elif kind == "out":
                 yield from self._offload(part, batch.ready)
             elif kind == "memory":
-                yield from self._from_memory(part, batch.ready)
+                yield from self._from_memory(part, batch.ready, batch.told)
             else:
                 batch.ready.event.wait()
                 yield from self._from_files(part, batch.transfer.obstacle)
 
-    def _from_memory(self, copies: list[Copy], ready: Point) -> list[CopyResult]:
+    def _from_memory(self, copies: list[Copy], ready: Point, told: Told | None) -> list[CopyResult]:
         for copy in copies:
             self._pins.see(cast(Memory, copy.source).array)
         pairs = [(_bytes_of(copy.source, copy.num_bytes), self._slot(copy)) for copy in copies]
+        if told is not None:
+            return self._by_layers(copies, pairs, ready, told)
         self.arena.copy_in(pairs, after=[ready]).wait()
         return self._judge(copies)
+
+    def _by_layers(self, copies: list[Copy], pairs: list[PairIn], ready: Point, told: Told) -> list[CopyResult]:
+        compute = self.arena.backend.compute_stream
+        group = min(-(-GROUP_BYTES // self.arena.slice_bytes), self.arena.num_slices)
+        wanted = np.frombuffer(b"".join(copy.checksums or b"" for copy in copies), dtype="<u8")
+        wanted = wanted.astype(np.uint64).reshape(len(copies), self.arena.num_slices)
+
+        def tell(num_layers: int, event: Event) -> None:
+            told(num_layers, lambda: compute().wait_for(event))
+
+        wrong: dict[int, list[int]] = {}
+        for index, layer in self.arena.restore_layers(pairs, wanted, group, [ready], tell).finish():
+            wrong.setdefault(index, []).append(layer)
+        return [CopyResult(_mismatch(wrong[i])) if i in wrong else CopyResult(None) for i in range(len(copies))]
 
     def _within(self, copies: list[Copy]) -> list[CopyResult]:
         rows, stride = self.arena.tensor, self.arena.stride_bytes
@@ -319,8 +357,12 @@ def _result(copy: Copy, row: Sums) -> CopyResult:
     if copy.checksums is not None and copy.checksums != got:
         want = np.frombuffer(copy.checksums, dtype="<u8")
         bad = np.flatnonzero(want != row).tolist() if len(want) == len(row) else "all"
-        return CopyResult(ChecksumMismatch(f"slices {bad} differ from their checksums in the device pool"))
+        return CopyResult(_mismatch(bad))
     return CopyResult(None, got if copy.want_checksums else None)
+
+
+def _mismatch(slices: list[int] | str) -> ChecksumMismatch:
+    return ChecksumMismatch(f"slices {slices} differ from their checksums in the device pool")
 
 
 def _in_pool(place: Memory | File, arena: Arena) -> bool:

@@ -5,10 +5,15 @@
 
 The engine may compute on a layer before the sums are compared on the host; its result counts only if `finish`
 returns no bad slice. So a wrong byte can cost a recompute but never reach an answer.
+
+Whoever computes in another thread learns of each event by `told`, since nothing can wait for an event that hasn't been
+recorded: a device takes such an event as one that has happened.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +27,12 @@ if TYPE_CHECKING:
     from kvstore_gpu.arena import Arena
 
 U64Array = npt.NDArray[np.uint64]
+Told = Callable[[int, Event], None]
+"""Called with a number of layers, from the first on, and the event after which they are there."""
+
+
+def not_told(num_layers: int, event: Event) -> None:
+    """Nobody wants to know."""
 
 
 class LayerRestore:
@@ -39,16 +50,25 @@ class LayerRestore:
         """Keep the sources alive until `finish`."""
         self._held += buffers
 
-    def start(self, arena: Arena, offsets: U64Array, expected: U64Array | None, layers_per_event: int) -> None:
-        """Enqueue everything. Called once, by the arena."""
+    def start(
+        self, arena: Arena, offsets: U64Array, expected: U64Array | None, layers_per_event: int, told: Told
+    ) -> None:
+        """Enqueue everything. Called once, by the arena. After an error nothing runs any more."""
         num_pairs, num_slices = len(offsets), arena.num_slices
         if expected is not None and expected.shape != (num_pairs, num_slices):
             raise LayoutError(f"expected sums {expected.shape} for {num_pairs} blocks of {num_slices} slices")
         self._layers_per_event, self._expected = layers_per_event, expected
         if expected is not None:
             self._sums = self._backend.pinned(num_pairs * num_slices * 8)
-        for first in range(0, num_slices, layers_per_event):
-            self._group(arena, offsets, first, min(layers_per_event, num_slices - first))
+        try:
+            for first in range(0, num_slices, layers_per_event):
+                last = min(first + layers_per_event, num_slices)
+                self._group(arena, offsets, first, last - first)
+                told(last, self._events[-1])
+        except BaseException:  # the slots will be somebody else's: what was enqueued must be through
+            with contextlib.suppress(Exception):
+                self._stream.record().wait()
+            raise
 
     def before_layer(self, layer: int, stream: Stream | None = None) -> None:
         """The engine's work from now on starts after this layer has arrived; the calling thread goes on."""

@@ -3,6 +3,8 @@
 `FakeBackend` keeps every stream as a queue. Whenever somebody waits, a seeded generator picks, step by step, any
 stream whose next piece of work isn't held back by an event; copies of one batch go in random order, in pieces.
 Whatever isn't ordered by an event therefore happens early, late or in between, depending on the seed.
+
+`LateCopies` does so to an arena's copies only, under an engine that computes at once in a thread of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import random
 import shutil
 import subprocess
+import threading
 from collections import deque
 from functools import partial
 from pathlib import Path
@@ -22,6 +25,8 @@ from kvstore_gpu.pinned import one_copy
 from kvstore_gpu.streams import Copies, Event, HostBuffer, InlineBackend, Stream, Work, move_on_host
 
 PIECE_BYTES = 1 << 16
+HAND = "kvstore-device"
+"""The thread of a `DeviceHand`."""
 
 
 class Pinning(InlineBackend):
@@ -52,7 +57,7 @@ class FakeEvent:
     def wait(self) -> None:
         """See `Event`."""
         while not self.happened:
-            if not self._backend.step():
+            if not self._backend.step() and not self.happened:  # another thread may have made it happen
                 raise AssertionError("deadlock: an event that no queued work leads to")
 
 
@@ -143,6 +148,83 @@ class FakeBackend:
         """Until nothing is left."""
         while self.step():
             pass
+
+
+class _Now(FakeStream):
+    """A stream whose work is done when the call returns, as torch's on a CPU."""
+
+    def record(self) -> Event:
+        """See `Stream`."""
+        event = FakeEvent(self._backend)
+        event.happened = True
+        return event
+
+    def wait_for(self, event: Event) -> None:
+        """See `Stream`."""
+        if self._backend.honour_waits:
+            event.wait()
+
+    def run(self, work: Work) -> None:
+        """See `Stream`."""
+        work()
+
+
+class _LateEvent(FakeEvent):
+    def __init__(self, backend: LateCopies) -> None:
+        super().__init__(backend)
+        self._late = backend
+
+    def wait(self) -> None:
+        """See `Event`."""
+        if threading.current_thread().name == HAND:
+            assert self._late.rest.wait(30)
+        super().wait()
+
+
+class _LateStream(FakeStream):
+    def __init__(self, backend: LateCopies) -> None:
+        super().__init__(backend)
+        self._late = backend
+
+    def record(self) -> Event:
+        """See `Stream`."""
+        event = _LateEvent(self._late)
+        self.queue.append(event)
+        return event
+
+
+class LateCopies(FakeBackend):
+    """For an engine over host memory: what it computes happens at once, an arena's copies when they are waited for.
+
+    While `rest` isn't set only the engine's waiting gets copies done; the hand's thread waits for `rest`, and then gets
+    done what is left. Thread-safe.
+    """
+
+    def __init__(self, seed: int, needs_pinned: bool = False, honour_waits: bool = True) -> None:
+        super().__init__(seed, needs_pinned, honour_waits)
+        self.rest = threading.Event()
+        self.rest.set()
+        self._lock = threading.RLock()
+        self._now = _Now(self)
+        self._num_late = 2
+        """Streams of the arena, one each way, which it makes first; then comes that of its hand's thread."""
+
+    def compute_stream(self) -> Stream:
+        """See `Backend`."""
+        return self._now
+
+    def new_stream(self) -> Stream:
+        """See `Backend`."""
+        if not self._num_late:
+            return self._now
+        self._num_late -= 1
+        self._streams.append(_LateStream(self))
+        return self._streams[-1]
+
+    def step(self) -> bool:
+        """See `FakeBackend`."""
+        with self._lock:
+            return super().step()
 
 
 def build_stub(source: Path, target: Path) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +13,12 @@ import pytest
 from kvstore.errors import ChecksumMismatch, InvalidField, TierFull, Unavailable
 from kvstore.tiers.files import OpenFile
 from kvstore.tiers.transfer import Copy, File, Memory, Priority, TransferEngine, checksums_of
+from kvstore_gpu import hand as hand_module
 from kvstore_gpu.arena import Arena, PoolSpec
 from kvstore_gpu.hand import DeviceHand
 from kvstore_gpu.nvme import random_block
-from kvstore_gpu.streams import HostBuffer
-from kvstore_gpu.testing import Behind, Pinning
+from kvstore_gpu.streams import Copies, HostBuffer, Stream
+from kvstore_gpu.testing import Behind, LateCopies, Pinning
 
 SPEC = PoolSpec(num_slots=16, num_slices=4, slice_bytes=3000)
 STRIDE, NUM_BYTES = SPEC.stride_bytes, SPEC.slot_bytes
@@ -112,6 +113,93 @@ def test_what_another_restore_has_read_is_copied_within_the_pool(
     assert [i for i, result in enumerate(results) if not result.ok] == [2]
     for i in range(4):
         assert np.array_equal(row_of(arena, 8 + i)[:NUM_BYTES], dram[i * STRIDE :][:NUM_BYTES])
+
+
+class Listener:
+    """Looks at the pool as soon as it's told that layers are there."""
+
+    def __init__(self, arena: Arena, rows: list[int]) -> None:
+        self.arena, self.rows = arena, rows
+        self.told: list[int] = []
+        self.seen: list[np.ndarray] = []
+        self.waits: list[Callable[[], None]] = []
+        self.complete = threading.Event()
+
+    def __call__(self, num_layers: int, ready: Callable[[], None]) -> None:
+        self.told.append(num_layers)
+        self.waits.append(ready)
+        if num_layers == SPEC.num_slices:
+            self.complete.set()
+
+    def look(self, group: int) -> np.ndarray:
+        """What the rows hold of a group's layers, when those are said to be there."""
+        self.waits[group]()
+        first, last = ([0, *self.told][group + at] * SPEC.slice_bytes for at in (0, 1))
+        return np.stack([row_of(self.arena, row)[first:last].copy() for row in self.rows])
+
+
+@pytest.mark.parametrize(("layers", "told"), [(1, [1, 2, 3, 4]), (3, [3, 4]), (9, [4])])
+def test_blocks_come_by_layers_and_are_verified(
+    layers: int, told: list[int], dram: HostBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hand_module, "GROUP_BYTES", layers * SPEC.slice_bytes)
+    for seed in range(20):
+        backend = LateCopies(seed)
+        backend.rest.clear()
+        arena = Behind.create(SPEC, backend=backend)
+        arena.tensor.fill_(0xA5)
+        hand = DeviceHand(arena, num_buffers=2)
+        rows = np.random.default_rng(seed).permutation(16)[:5].tolist()
+        copies = [restore(arena, Memory(dram, i * STRIDE), row, sums(dram, i)) for i, row in enumerate(rows)]
+        copies[3].checksums = sums(dram, 3)[:-8] + bytes(8)  # the last layer
+        listener, want = Listener(arena, rows), dram.reshape(16, STRIDE)[:5, :NUM_BYTES]
+        moving = hand.submit_by_layers(copies, listener, 20.0)
+        assert listener.complete.wait(10)
+        assert all((row_of(arena, row) == 0xA5).all() for row in rows)  # it heard of the copies, and none has begun
+        seen = [listener.look(group) for group in range(len(told))]
+        assert not moving.done()
+        backend.rest.set()
+        results = moving.wait(10)
+        hand.close()
+        assert listener.told == told
+        assert np.array_equal(np.concatenate(seen, axis=1), want)
+        assert [i for i, result in enumerate(results) if not result.ok] == [3]
+        assert "slices [3] differ" in str(results[3].error)
+
+
+def test_blocks_by_layers_lie_in_memory_and_have_checksums(
+    arena: Arena, hand: DeviceHand, dram: HostBuffer, slab: OpenFile
+) -> None:
+    good = restore(arena, Memory(dram), 0, sums(dram, 0))
+    for bad in (restore(arena, Memory(dram), 1), restore(arena, File(slab, 0), 1, sums(dram, 0))):
+        with pytest.raises(InvalidField):
+            hand.submit_by_layers([good, bad], Listener(arena, []))
+    results = hand.submit_by_layers([good], Listener(arena, []), -1.0).wait(10)
+    assert isinstance(results[0].error, Unavailable)
+
+
+def test_a_device_that_fails_between_layers_ends_the_transfer(
+    dram: HostBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hand_module, "GROUP_BYTES", SPEC.slice_bytes)
+    backend = LateCopies(0)
+    arena = Behind.create(SPEC, backend=backend)
+    hand = DeviceHand(arena, num_buffers=2)
+    copied, calls = backend.copy, list[int]()
+
+    def copy(stream: Stream, copies: Copies) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("lost")
+        copied(stream, copies)
+
+    monkeypatch.setattr(backend, "copy", copy)
+    listener = Listener(arena, [0])
+    results = hand.submit_by_layers([restore(arena, Memory(dram), 0, sums(dram, 0))], listener).wait(10)
+    assert "lost" in str(results[0].error)
+    assert listener.told == [1, 2]
+    assert not any(stream.queue for stream in backend._streams)  # nothing runs into the slot any more
+    hand.close()
 
 
 def test_a_short_slab_and_rotten_bytes_fail_alone(
