@@ -7,8 +7,8 @@
 
 One `turn()` handles the inbox, admits, computes one prefill chunk (of the sequence with least left to do: a resumed
 turn isn't kept waiting by a cold one) and one decode step (of all that are ready), so that long prompts don't stop the
-others. Nothing here blocks on the store: its work runs in `Transfers` and comes back through the inbox. A restore that
-is late is given up; its slots stay claimed until the transfer is over, since it may still write.
+others. Nothing here blocks on the store: its work runs in `Transfers` and comes back through the inbox. What becomes of
+restores is in `restores`.
 
 When the pool is short the youngest running sequence gives way: its sealed blocks are offloaded (not dropped), and it
 resumes through restore. The oldest is never preempted, so something always ends.
@@ -32,9 +32,10 @@ from kvstore_engine.executor import Executor, Work
 from kvstore_engine.hbm import Clock, HbmTable, Hold
 from kvstore_engine.plans import PlanBook, next_span, planned_span
 from kvstore_engine.rates import Rates
+from kvstore_engine.restores import Restores
 from kvstore_engine.sampling import Sampler
 from kvstore_engine.sequence import EndEvent, FinishReason, Job, Request, Span, State, TokensEvent, Usage
-from kvstore_engine.store import ContextStore, NullStore, RestoreResult, StoreLease
+from kvstore_engine.store import ContextStore, NullStore
 from kvstore_engine.text import TextStream
 from kvstore_engine.transfers import Transfers
 from kvstore_engine.turns import Turns
@@ -72,12 +73,12 @@ class Scheduler:
         self.plans = PlanBook(self._size)
         self.counters = Counters()
         self.waiting: deque[Job] = deque()
-        self.restoring: list[Job] = []
         self.running: list[Job] = []
         self.saving: list[Job] = []
         self.rates = Rates(self._size, config.chunk_tokens, config.restore_plan == "always")
+        self.restores = Restores(self, config, executor.pool, store, clock)
         self._num_claims = 0
-        """Holds that running transfers read or write."""
+        """Holds that running offloads read."""
         self._computed_something = False
 
     # ---- the door
@@ -117,6 +118,11 @@ class Scheduler:
         ends.)
         """
         return self._computed_something or bool(self.waiting and self._has_room(self._next_waiting()))
+
+    @property
+    def restoring(self) -> list[Job]:
+        """Sequences whose blocks are on their way."""
+        return self.restores.jobs
 
     @property
     def quiet(self) -> bool:
@@ -166,25 +172,18 @@ class Scheduler:
         for job in self._jobs():
             if now >= job.deadline_ns:
                 self._end(job, FinishReason.TIMEOUT)
-        for job in [j for j in self.restoring if now >= j.restore_deadline_ns]:
-            self.counters.num_restores_late += 1
-            if job.hold is not None and job.store_lease is not None:
-                num_late = len(job.hold.slots) - max(job.front_end // self._size, job.hold.num_cached)
-                self.rates.late(num_late, self._config.restore_timeout_s)
-            self._abandon_restore(job)
+        for job in self.restores.give_up_late():
             job.hold = self._acquire(job)
-            self._run(job)
+            self.run(job)
 
-    # ---- admission and restore
+    # ---- admission
 
     def _has_room(self, job: Job) -> bool:
         """Enough slots for the whole context, unless nobody is there who could free some."""
         if len(self.running) + len(self.restoring) >= self._config.max_batch:
             return False
         needed = len(job.tokens) // self._size + 1
-        return needed <= self.hbm.num_available or not (
-            self.running or self.restoring or self.saving or self._num_claims
-        )
+        return needed <= self.hbm.num_available or not (self.running or self._others_hold())
 
     def _next_waiting(self) -> Job:
         """The one with least to compute, unless the first has lost patience."""
@@ -200,9 +199,9 @@ class Scheduler:
             job.hold = self._acquire(job)
             wanted = self._restorable(job) - len(job.hold.slots)
             if self._has_store and job.request.use_cache and wanted >= self._config.restore_blocks_min:
-                self._ask_store(job)
+                self.restores.ask(job, self._restorable(job))
             else:
-                self._run(job)
+                self.run(job)
 
     def _restorable(self, job: Job) -> int:
         """Blocks that may come from a cache: all full ones, but the last token must be computed for its logits."""
@@ -213,89 +212,7 @@ class Scheduler:
         known = job.request.use_cache and session in self.contexts
         return self.hbm.acquire(job.chain, self._restorable(job), session if known else "")
 
-    def _ask_store(self, job: Job) -> None:
-        job.state = State.RESTORING
-        job.restore_began_ns = self._clock()
-        job.restore_deadline_ns = job.restore_began_ns + round(self._config.restore_timeout_s * 1e9)
-        self.restoring.append(job)
-        session, chain, count, hold = job.request.session, job.chain.copy(), self._restorable(job), job.hold
-        call = lambda: self._store.acquire(session, chain, count)  # noqa: E731
-        self.transfers.read(call, lambda lease: self._leased(job, hold, lease))
-
-    def _leased(self, job: Job, hold: Hold | None, lease: StoreLease | None) -> None:
-        """The store said what it has."""
-        if job.state != State.RESTORING or job.hold is not hold or hold is None:
-            self._release_lease(lease)
-            return
-        first = len(hold.slots)
-        last = min(lease.num_blocks, self._restorable(job)) if lease is not None else 0
-        plan = self.rates.plan(first, max(first, last), len(job.tokens))
-        self.counters.num_restores_declined += first < last and plan.first == plan.last
-        if lease is None or plan.first == plan.last or not self.hbm.borrow(hold, last - first):
-            self._release_lease(lease)
-            self._stop_restoring(job)
-            return
-        if plan.first > first:
-            self._start_front(job, hold, plan.first * self._size)
-        self._read_tail(job, hold, lease, plan.first, last)
-
-    def _start_front(self, job: Job, hold: Hold, front_end: int) -> None:
-        """Compute `[what is there, front_end)` while the blocks behind it are restored."""
-        self.counters.num_restores_split += 1
-        job.front_end = front_end
-        job.num_computed = hold.num_sealed * self._size
-        job.spans = self.plans.of([job.chain.hash_at(i) for i in range(hold.num_sealed)])
-
-    def _read_tail(self, job: Job, hold: Hold, lease: StoreLease, first: int, last: int) -> None:
-        slots = hold.slots[first:]
-        self._num_claims += 1
-        job.store_lease = lease
-        self.transfers.read(
-            lambda: self._store.restore(lease, first, last, self._pool, slots),
-            lambda result: self._restored(job, hold, lease, result),
-        )
-
-    def _restored(self, job: Job, hold: Hold, lease: StoreLease, result: RestoreResult | None) -> None:
-        self._num_claims -= 1
-        self._release_lease(lease)
-        if job.hold is not hold:  # given up meanwhile: only now may the slots be used again
-            self.hbm.release(hold)
-            return
-        job.store_lease = None
-        result = result or RestoreResult(0)
-        self.counters.note_restore(result, self._size)
-        self.rates.restored(result)
-        job.usage.restore_ns += self._clock() - job.restore_began_ns
-        job.tail, job.restore_deadline_ns = result, job.deadline_ns
-        self._join(job, hold)
-
-    def _join(self, job: Job, hold: Hold) -> None:
-        """The restored blocks follow those computed meanwhile, once both are there."""
-        result = job.tail
-        if result is None or job.num_computed < job.front_end:
-            return
-        for _ in range(result.num_ok):
-            self.hbm.adopt(hold, job.chain)
-        self.hbm.drop_tail(hold, hold.num_sealed)
-        job.restored, job.tail, job.front_end = result, None, 0
-        self._stop_restoring(job)
-
-    def _release_lease(self, lease: StoreLease | None) -> None:
-        if lease is not None:
-            self.transfers.read(lambda: self._store.release(lease), lambda _: None)
-
-    def _stop_restoring(self, job: Job) -> None:
-        self.restoring.remove(job)
-        self._run(job)
-
-    def _abandon_restore(self, job: Job) -> None:
-        """Leave RESTORING. A transfer that runs keeps the hold and releases it when it ends."""
-        self.restoring.remove(job)
-        if job.store_lease is None and job.hold is not None:
-            self.hbm.release(job.hold)
-        job.hold, job.store_lease, job.tail, job.front_end = None, None, None, 0
-
-    def _run(self, job: Job) -> None:
+    def run(self, job: Job) -> None:
         """Everything that could be had from caches is in the hold: compute the rest."""
         hold = job.hold
         assert hold is not None
@@ -330,8 +247,8 @@ class Scheduler:
         logits = self._executor.prefill(self._work(job, span))
         self.rates.compute.sample(*span, (self._clock() - began) / 1e9)
         self._computed(job, span)
-        if job.state == State.RESTORING and job.hold is not None:
-            self._join(job, job.hold)
+        if job.state == State.RESTORING:
+            self.restores.join(job)
         elif job.num_pending == 0:
             self._advance(job, job.sampler.choose(logits))
 
@@ -416,7 +333,7 @@ class Scheduler:
         return True
 
     def _others_hold(self) -> bool:
-        return bool(self.restoring or self.saving or self._num_claims)
+        return bool(self.restoring or self.saving or self.restores.num_claims or self._num_claims)
 
     def _preempt(self, job: Job) -> None:
         """Offload, don't drop: the sequence comes back through restore."""
@@ -475,7 +392,7 @@ class Scheduler:
 
     def _take_out(self, job: Job) -> None:
         if job.state == State.RESTORING:
-            self._abandon_restore(job)
+            self.restores.give_up(job)
         elif job.state == State.RUNNING:
             self.running.remove(job)
         elif job.state == State.SAVING:

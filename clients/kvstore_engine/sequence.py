@@ -152,6 +152,8 @@ class Job:
     restored: RestoreResult = field(default_factory=lambda: RestoreResult(0))
     front_end: int = 0
     """While RESTORING: compute up to this token meanwhile, since the blocks from there on are on their way."""
+    restore_end: int = 0
+    """While RESTORING: the token behind the blocks that are on their way."""
     tail: RestoreResult | None = None
     """What came of those, when it came before the front was computed."""
     accounted: bool = False
