@@ -143,6 +143,7 @@ def flex_paged_attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """As `attention.paged_attention`: writes the new rows into the pool, then attends over it."""
+    kv_batch.before_layer(module.layer_idx)
     layer = kv_batch.pool.layer(module.layer_idx)
     kv_batch.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
     plan: Plan | None = kv_batch.plan

@@ -20,7 +20,7 @@ from kvstore_gpu.errors import BuildError, Unavailable
 
 SOURCES = Path(__file__).parent / "cuda"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-_HOST_FLAGS = ("-O2", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-x", "c++")
+_HOST_FLAGS = ("-O2", "-ffp-contract=off", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-x", "c++")
 _DEVICE_FLAGS = ("--std=c++17",)
 
 

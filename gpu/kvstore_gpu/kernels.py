@@ -4,6 +4,8 @@
     CudaKernels    the `.cu` sources on a device, through CuPy
     HostKernels    the same `.cu` sources, compiled for the host, a thread block at a time (checks and tests)
 
+What only the sources can do (attention, see `decode.py`) goes through their `launch`.
+
 All of them only enqueue work on the caller's current stream; none synchronises. Tables (slot offsets, chunk
 offsets) come as host arrays and are copied to the device on that stream.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -95,7 +98,7 @@ class TorchKernels:
 
 
 @dataclass
-class _Launch:
+class Launch:
     """One kernel launch: name, grid, block and arguments; `held` are tensors that must outlive it."""
 
     name: str
@@ -105,48 +108,48 @@ class _Launch:
     held: tuple[torch.Tensor, ...]
 
 
-class _SourceKernels(ABC):
+class SourceKernels(ABC):
     """What CUDA and host kernels share: argument lists in the order of the `.cu` files."""
 
     name = ""
 
     def gather(self, pool: EnginePool, chunks: U64Array, slots: torch.Tensor, slot_offsets: Offsets) -> None:
         """See `Kernels.gather`."""
-        self._launch(self._move("kv_gather", pool, chunks, slots, slot_offsets))
+        self.launch(self._move("kv_gather", pool, chunks, slots, slot_offsets))
 
     def scatter(self, pool: EnginePool, chunks: U64Array, slots: torch.Tensor, slot_offsets: Offsets) -> None:
         """See `Kernels.scatter`."""
-        self._launch(self._move("kv_scatter", pool, chunks, slots, slot_offsets))
+        self.launch(self._move("kv_scatter", pool, chunks, slots, slot_offsets))
 
     def checksum(self, slots: torch.Tensor, slot_offsets: Offsets, num_slices: int, slice_bytes: int) -> torch.Tensor:
         """See `Kernels.checksum`."""
         out = torch.empty((len(slot_offsets), num_slices), dtype=torch.int64, device=slots.device)
         check_slots(slots, slot_offsets, num_slices * slice_bytes)
         offsets = self._table(slot_offsets, slots.device)
-        args = (_address(slots), _address(offsets), _u32(len(slot_offsets)), _u32(num_slices))
-        tail = (np.uint64(slice_bytes), _address(out))
-        self._launch(_Launch("kv_checksum", out.numel(), CHECKSUM_THREADS, (*args, *tail), (offsets,)))
+        args = (address(slots), address(offsets), u32(len(slot_offsets)), u32(num_slices))
+        tail = (np.uint64(slice_bytes), address(out))
+        self.launch(Launch("kv_checksum", out.numel(), CHECKSUM_THREADS, (*args, *tail), (offsets,)))
         return out
 
     def fill(self, slots: torch.Tensor, slot_offsets: Offsets, num_bytes: int, value: int = POISON) -> None:
         """See `Kernels.fill`."""
         check_slots(slots, slot_offsets, num_bytes)
         offsets = self._table(slot_offsets, slots.device)
-        args = (_address(slots), _address(offsets), _u32(len(slot_offsets)), np.uint64(num_bytes), _u32(value))
+        args = (address(slots), address(offsets), u32(len(slot_offsets)), np.uint64(num_bytes), u32(value))
         grid = len(slot_offsets) * -(-num_bytes // 16384)
-        self._launch(_Launch("kv_fill", grid, MOVE_THREADS, args, (offsets,)))
+        self.launch(Launch("kv_fill", grid, MOVE_THREADS, args, (offsets,)))
 
     def _move(
         self, name: str, pool: EnginePool, chunks: U64Array, slots: torch.Tensor, slot_offsets: Offsets
-    ) -> _Launch:
+    ) -> Launch:
         check_move(pool, chunks, slots, slot_offsets)
         tables = [self._table(t, slots.device) for t in (pool.layer_bases(), slot_offsets, chunks)]
         counts = (len(slot_offsets), pool.shape.num_layers, pool.shape.num_kv, pool.num_chunks, *pool.merged())
         strides = (pool.kv_stride, pool.token_stride, pool.head_stride)
-        pointers = (_address(tables[0]), _address(slots), _address(tables[1]), _address(tables[2]))
-        args = (*pointers, *map(_u32, counts), *map(np.uint64, strides))
+        pointers = (address(tables[0]), address(slots), address(tables[1]), address(tables[2]))
+        args = (*pointers, *map(u32, counts), *map(np.uint64, strides))
         planes = counts[0] * counts[1] * counts[2] * counts[3]
-        return _Launch(name, planes, MOVE_THREADS, args, tuple(tables))
+        return Launch(name, planes, MOVE_THREADS, args, tuple(tables))
 
     def _table(self, values: npt.NDArray[np.uint64], device: torch.device) -> torch.Tensor:
         host = torch.from_numpy(np.ascontiguousarray(values).view(np.int64))
@@ -156,11 +159,11 @@ class _SourceKernels(ABC):
         return host.pin_memory().to(device, non_blocking=True)
 
     @abstractmethod
-    def _launch(self, launch: _Launch) -> None:
+    def launch(self, launch: Launch) -> None:
         """Run it, or enqueue it on the current stream."""
 
 
-class CudaKernels(_SourceKernels):
+class CudaKernels(SourceKernels):
     """The sources on a CUDA device. Raises: Unavailable without CuPy or a device."""
 
     name = "cuda"
@@ -179,7 +182,7 @@ class CudaKernels(_SourceKernels):
             self._module = self._cupy.RawModule(path=str(build.cubin(f"sm_{major}{minor}")))
         self._functions: dict[str, Any] = {}
 
-    def _launch(self, launch: _Launch) -> None:
+    def launch(self, launch: Launch) -> None:
         if not launch.grid:
             return
         function = self._functions.get(launch.name)
@@ -193,10 +196,12 @@ class CudaKernels(_SourceKernels):
             function((min(launch.grid, GRID_MAX),), (launch.block,), launch.args, stream=external)
 
 
-class HostKernels(_SourceKernels):
-    """The sources on the host: the device's arithmetic and addressing, none of its speed."""
+class HostKernels(SourceKernels):
+    """The sources on the host: the device's arithmetic and addressing, none of its speed. Thread-safe."""
 
     name = "host"
+    _busy = threading.Lock()
+    """The library has one block index for the whole process."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(str(build.host_library()))
@@ -210,12 +215,20 @@ class HostKernels(_SourceKernels):
         """16-byte accesses since the last call that a device would have refused."""
         return int(self._library.kv_host_offences())
 
-    def _launch(self, launch: _Launch) -> None:
+    def launch(self, launch: Launch) -> None:
         grid = min(launch.grid, 64)
-        args = [(ctypes.c_uint32 if isinstance(a, np.uint32) else ctypes.c_uint64)(int(a)) for a in launch.args]
-        for index in range(grid):
-            self._library.kv_host_block(grid, launch.block, index)
-            self._library[launch.name](*args)
+        args = [as_ctypes(a) for a in launch.args]
+        with self._busy:
+            for index in range(grid):
+                self._library.kv_host_block(grid, launch.block, index)
+                self._library[launch.name](*args)
+
+
+def as_ctypes(value: np.generic) -> Any:
+    """An argument as a host function takes it."""
+    if isinstance(value, np.float32):
+        return ctypes.c_float(float(value))
+    return (ctypes.c_uint32 if isinstance(value, np.uint32) else ctypes.c_uint64)(int(value))
 
 
 def best_kernels(device: torch.device) -> Kernels:
@@ -243,9 +256,11 @@ def check_move(pool: EnginePool, chunks: U64Array, slots: torch.Tensor, slot_off
     check_slots(slots, slot_offsets, pool.shape.slot_bytes)
 
 
-def _address(tensor: torch.Tensor) -> np.uint64:
+def address(tensor: torch.Tensor) -> np.uint64:
+    """A pointer argument."""
     return np.uint64(tensor.data_ptr())
 
 
-def _u32(value: int) -> np.uint32:
+def u32(value: int) -> np.uint32:
+    """A count argument."""
     return np.uint32(value)

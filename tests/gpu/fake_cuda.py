@@ -69,7 +69,7 @@ class RawModule:
     def get_function(self, name: str) -> Callable[..., None]:
         def launch(grid: tuple[int], block: tuple[int], args: tuple[np.generic, ...], stream: int) -> None:
             assert stream == Stream.cuda_stream
-            typed = [(ctypes.c_uint32 if a.dtype == np.uint32 else ctypes.c_uint64)(int(a)) for a in args]
+            typed = [kernels.as_ctypes(a) for a in args]
             for index in range(num := min(grid[0], 64)):
                 HOST.kv_host_block(num, block[0], index)
                 HOST[name](*typed)

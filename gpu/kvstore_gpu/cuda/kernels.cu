@@ -2,3 +2,4 @@
 #include "transfer.cu"
 #include "checksum.cu"
 #include "fill.cu"
+#include "decode.cu"

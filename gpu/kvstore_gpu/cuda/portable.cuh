@@ -3,19 +3,38 @@
 // NVRTC compiles these kernels for a device; a host C++ compiler compiles the very same text with host_shim.h, where a
 // thread block is a loop. What makes that possible: a kernel is a sequence of *phases*. Inside a phase
 // (KV_EACH_THREAD) threads don't talk to each other; between phases stands KV_SYNC(), and whatever crosses a phase lives
-// in shared memory. No shuffles, no atomics, no early return out of a phase.
+// in shared memory, or, where a thread keeps it for itself, in KV_OWN arrays. No shuffles, no atomics, no early return out
+// of a phase.
 #pragma once
 
 #ifdef __CUDACC__
 
 #define KV_KERNEL extern "C" __global__ void
+// For kernels that want more registers a thread than blocks of any size may have.
+#define KV_KERNEL_OF(threads) extern "C" __global__ void __launch_bounds__(threads)
 #define KV_DEVICE static __device__ __forceinline__
 #define KV_SHARED __shared__
 #define KV_CONSTANT static __device__ __constant__
 #define KV_SYNC() __syncthreads()
 #define KV_EACH_THREAD(t) for (unsigned t = threadIdx.x, kv_once = 1; kv_once; kv_once = 0)
 #define KV_UNROLL _Pragma("unroll")
+// n values of each thread (registers, where every index is known), kept from phase to phase.
+#define KV_OWN(type, name, threads, n) type name[n]
+#define KV_MINE(name, t) name
 #define KV_TOUCH(p) (p)
+#define KV_FMA(a, b, c) __fmaf_rn(a, b, c)
+
+static __device__ __forceinline__ float kv_from_half(unsigned short bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+static __device__ __forceinline__ unsigned short kv_to_half(float value) {
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
 
 #else
 #include "host_shim.h"
