@@ -18,6 +18,7 @@ Seconds = Annotated[float, Field(gt=0, le=3600)]
 
 
 Attention = Literal["auto", "exact", "paged"]
+CudaGraphs = Literal["auto", "off"]
 
 
 class EngineConfig(BaseModel):
@@ -41,6 +42,8 @@ class EngineConfig(BaseModel):
     attention: Attention = "auto"
     """How contexts are read. exact: gathered, equal bits however they were cut; paged: where they lie in the pool, for
     devices; auto: exact on a CPU, else paged where it proves right."""
+    cuda_graphs: CudaGraphs = "auto"
+    """auto: decode steps on a device are captured once and replayed, where that proves equal and faster."""
     chunk_tokens: Positive = 256
     """Prefill ends at absolute multiples of this, so that results don't depend on what else was running."""
     context_tokens_max: int = 0

@@ -273,7 +273,8 @@ class Engine:
             self.pool.close()
 
     def _build(self) -> Scheduler:
-        executor = Executor(self.model, self.pool, self.config.max_batch, self.config.threads, self.config.attention)
+        c = self.config
+        executor = Executor(self.model, self.pool, c.max_batch, c.threads, c.attention, c.cuda_graphs)
         table = HbmTable(self.pool, self.config.eviction, time.monotonic_ns)
         tokenizer, eos = self.model.tokenizer, self.model.eos_ids
         return Scheduler(self.config, executor, table, self._store, tokenizer, eos, time.monotonic_ns)

@@ -13,16 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvstore.errors import SetupError
 from kvstore_engine import attention
 from kvstore_engine.attention import ROWS, BeforeLayer, PagedBatch, Scratch, Segment, at_once
-from kvstore_engine.config import Attention
+from kvstore_engine.config import Attention, CudaGraphs
 from kvstore_engine.model import LoadedModel, head_dim
 from kvstore_engine.pool import KVPool
+
+if TYPE_CHECKING:
+    from kvstore_engine.decode import Decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,36 +37,63 @@ class Work:
     slots: Sequence[int]
 
 
-def choose_attention(shape: Any, pool: KVPool, wanted: Attention) -> str:
-    """The name that transformers knows it by. On a device "auto" means over block tables, if that is right there.
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The name that transformers knows an attention by, and whether decode steps are `decode.py`'s."""
 
-    Raises SetupError when "paged" was asked for and doesn't work. Overwrites the pool.
+    name: str
+    own_decode: bool = False
+
+
+def choose_attention(shape: Any, pool: KVPool, wanted: Attention) -> Choice:
+    """On a device "auto" means over block tables, where that is right: decode steps by our own kernel, else by torch's;
+    chunks by torch's, else exact.
+
+    Raises SetupError when "paged" was asked for and neither works. Overwrites the pool.
     """
     attention.register()
     if wanted == "exact" or (wanted == "auto" and pool.device.type == "cpu"):
-        return attention.NAME
-    from kvstore_engine import paged
+        return Choice(attention.NAME)
+    from kvstore_engine import decode, paged
 
     paged.register()
-    if paged.works(pool, shape.num_attention_heads, head_dim(shape) ** -0.5):
-        return paged.NAME
-    if wanted == "paged":
+    heads, scaling = shape.num_attention_heads, head_dim(shape) ** -0.5
+    own = decode.works(pool, heads, scaling)
+    chunks = paged.NAME if paged.works(pool, heads, scaling) else attention.NAME
+    if wanted == "paged" and not own and chunks == attention.NAME:
         raise SetupError('attention: "paged" doesn\'t work here, the log says why; use "auto" or "exact"')
-    return attention.NAME
+    return Choice(decode.register(chunks), own_decode=True) if own else Choice(chunks)
 
 
 class Executor:
     """Runs the model. Owned by one thread."""
 
     def __init__(
-        self, model: LoadedModel, pool: KVPool, max_batch: int, threads: int, kind: Attention = "exact"
+        self,
+        model: LoadedModel,
+        pool: KVPool,
+        max_batch: int,
+        threads: int,
+        kind: Attention = "exact",
+        graphs: CudaGraphs = "off",
     ) -> None:
         torch.set_num_threads(threads)  # counts for the calling thread
         self._lm: Any = model.causal_lm
-        self._lm.set_attn_implementation(choose_attention(self._lm.config, pool, kind))
         self.pool = pool
         self.num_rows = -(-max_batch // ROWS) * ROWS
         self._scratch = Scratch(pool.device)
+        choice = choose_attention(self._lm.config, pool, kind)
+        self._lm.set_attn_implementation(choice.name)
+        self.decoder: Decoder | None = self._make_decoder(model, graphs) if choice.own_decode else None
+
+    def _make_decoder(self, model: LoadedModel, graphs: CudaGraphs) -> Decoder:
+        from kvstore_engine import decode
+        from kvstore_engine.graphs import adopt
+
+        decoder = decode.Decoder(self._lm, self.pool, self.num_rows, model.context_tokens_max)
+        if graphs == "auto":
+            adopt(decoder)
+        return decoder
 
     def prefill(self, work: Work, before_layer: BeforeLayer = at_once) -> torch.Tensor:
         """Compute one chunk; float32 logits `[vocab]` of its last token.
@@ -71,12 +101,16 @@ class Executor:
         Passes on what `before_layer` raises; nothing but rows of `work` was written then.
         """
         count = len(work.tokens)
+        if count == 1 and self.decoder is not None:
+            return self.decoder.step([work], before_layer)[0]
         hidden = self._forward([work], count if count > 1 else self.num_rows, before_layer)
         return self._logits(hidden[count - 1 : count])[0]
 
     def decode(self, works: Sequence[Work]) -> torch.Tensor:
         """One token for each of at most `num_rows` sequences; float32 logits `[len(works), vocab]`."""
         assert len(works) <= self.num_rows and all(len(w.tokens) == 1 for w in works)
+        if self.decoder is not None:
+            return self.decoder.step(works)
         return self._logits(self._forward(works, self.num_rows)[: len(works)])
 
     def _forward(self, works: Sequence[Work], num_rows: int, before_layer: BeforeLayer = at_once) -> torch.Tensor:

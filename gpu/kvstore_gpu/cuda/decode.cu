@@ -314,7 +314,8 @@ template <typename T>
 KV_DEVICE void kv_join(const float *parts, const float *stats, const u64 *lengths, u8 *out, u32 num_rows, u32 num_heads,
                        u32 dim, u32 num_splits) {
     for (u64 item = blockIdx.x; item < (u64)num_rows * num_heads; item += gridDim.x) {
-        const u32 used = (u32)((lengths[item / num_heads] + KV_SPLIT - 1) / KV_SPLIT);
+        const u64 pieces = (lengths[item / num_heads] + KV_SPLIT - 1) / KV_SPLIT;
+        const u32 used = pieces < num_splits ? (u32)pieces : num_splits;  // whatever a caller got wrong: no read beyond
         const float *mine = parts + item * num_splits * dim, *of = stats + item * num_splits * 2;
         KV_EACH_THREAD(t) {
             float most = KV_LOWEST;
