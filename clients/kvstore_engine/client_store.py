@@ -22,6 +22,7 @@ from kvstore.core.keyspace import Keyspace
 from kvstore.core.types import Durability
 from kvstore.errors import SetupError, Unavailable, UnknownSession
 from kvstore_client import Client, HostPool, Lease, PoolReport
+from kvstore_client.layers import LayerGate
 from kvstore_client.pool import Pool
 from kvstore_engine import device as devices
 from kvstore_engine.device import PoolMover
@@ -130,11 +131,19 @@ class ServiceStore:
             lease = client.acquire(chain, self._session(client, session), num_blocks)
         return None if lease is None else StoreLease(lease.num_blocks, Claim(lease, chain))
 
-    def restore(self, lease: StoreLease, first: int, last: int, pool: KVPool, slots: Sequence[int]) -> RestoreResult:
+    def restore(
+        self,
+        lease: StoreLease,
+        first: int,
+        last: int,
+        pool: KVPool,
+        slots: Sequence[int],
+        gate: LayerGate | None = None,
+    ) -> RestoreResult:
         client = self._connected()
         claim = claim_of(lease)
         target = self._view(pool)
-        got = client.restore(claim.lease, claim.chain, first, last, target, slots, self._restore_timeout_s)
+        got = client.restore(claim.lease, claim.chain, first, last, target, slots, self._restore_timeout_s, gate)
         return RestoreResult(got.num_ok, got.num_dram, got.num_nvme, got.seconds)
 
     def release(self, lease: StoreLease) -> None:

@@ -35,6 +35,10 @@ class Counters:
     """Restores that met with computation in the middle."""
     num_restores_declined: int = 0
     """Times that recomputing was the faster plan."""
+    num_ahead: int = 0
+    """Chunks begun before the restore that they follow was judged."""
+    num_ahead_dropped: int = 0
+    """Of these, thrown away: a layer didn't come in time, or the restore was short, late or not wanted any more."""
     num_preemptions: int = 0
     num_refused: int = 0
     ends: Counter[str] = field(default_factory=Counter)

@@ -21,6 +21,7 @@ import torch
 from kvstore.core.keyspace import Keyspace
 from kvstore.errors import SetupError, TierError, Unavailable
 from kvstore.tiers.transfer import Copy, File, Priority
+from kvstore_client.layers import Ready
 from kvstore_client.movers import Moving
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def make_arena(keyspace: Keyspace, num_slots: int, device: torch.device) -> Aren
 
 
 class PoolMover:
-    """A `kvstore_client.movers.Mover` for one device pool. Thread-safe; `close` it before the arena."""
+    """A `kvstore_client.movers.Mover`, by layers too, for one device pool. Thread-safe; `close` it before the arena."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -74,15 +75,19 @@ class PoolMover:
 
     def submit(self, copies: Sequence[Copy], priority: Priority, deadline_s: float | None = None) -> Moving:
         """See `Mover`."""
-        hand = self._hand
-        if hand is None:
-            raise Unavailable("device: no pool yet")
+        hand = self._the_hand()
         if self._probe is None and hand.arena.backend.needs_pinned:
             slab = next((copy.source for copy in copies if isinstance(copy.source, File)), None)
             if slab is not None:
                 folder = Path(os.readlink(f"/proc/self/fd/{slab.file.fd}")).parent
                 self._start(lambda: choose_path(hand, folder))
         return hand.submit(copies, priority, deadline_s)
+
+    def submit_by_layers(
+        self, copies: Sequence[Copy], told: Callable[[int, Ready], None], deadline_s: float | None = None
+    ) -> Moving:
+        """See `LayerMover`."""
+        return self._the_hand().submit_by_layers(copies, told, deadline_s)
 
     def close(self) -> None:
         """Finish what is queued, and stop; again is a no-op."""
@@ -93,6 +98,12 @@ class PoolMover:
             probe.join()
         if hand is not None:
             hand.close()
+
+    def _the_hand(self) -> DeviceHand:
+        hand = self._hand
+        if hand is None:
+            raise Unavailable("device: no pool yet")
+        return hand
 
     def _start(self, probing: Callable[[], None]) -> None:
         with self._lock:

@@ -59,6 +59,8 @@ class EngineCollector:
             ("generated_tokens", "tokens sampled", c.generated_tokens),
             ("restores", "restores that ended", c.num_restores),
             ("restores_late", "restores given up by their deadline", c.num_restores_late),
+            ("chunks_ahead", "chunks begun before their restore was judged", c.num_ahead),
+            ("chunks_ahead_dropped", "of these, those thrown away", c.num_ahead_dropped),
             ("restore_seconds", "time in restores", c.restore_seconds),
             ("offloaded_blocks", "blocks acknowledged by the store", c.offloaded_blocks),
             ("offloads_short", "offloads not taken in full", c.num_offloads_short),

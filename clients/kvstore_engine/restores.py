@@ -7,13 +7,21 @@
 A restore that is late is given up and the context computed. Its slots stay claimed until the transfer is over, since it
 may still write into them: the hold then belongs to the transfer, which releases it.
 
+Blocks that come to a device by layers let the engine compute the chunk behind them meanwhile (`next_ahead`): layer l
+waits for layer l only. What it computes is held on the job, unsealed and unseen, until the restore has said that all of
+the blocks are right, and is thrown away otherwise: no running sequence ever has to take anything back. Only an engine
+with nothing else to compute asks for layers and computes on them: a stream that waits for a layer does nothing else
+meanwhile, and blocks that come whole come in fewer copies.
+
 All methods are for the scheduler's thread; the store's calls run in `Transfers` and come back through the inbox.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
+from kvstore_client.layers import LayerGate
 from kvstore_engine.config import EngineConfig
 from kvstore_engine.counters import Counters
 from kvstore_engine.hbm import Clock, HbmTable, Hold
@@ -24,6 +32,10 @@ from kvstore_engine.sequence import Job, State
 from kvstore_engine.store import ContextStore, RestoreResult, StoreLease
 from kvstore_engine.transfers import Transfers
 
+AHEAD_WAIT_S = 0.25
+"""Longest time that the engine's thread waits for layers, for one chunk. On a device the wait for a layer is the
+stream's, and the thread's only that for its copies to be enqueued."""
+
 
 class Owner(Protocol):
     """The scheduler, as far as restores know it."""
@@ -33,6 +45,10 @@ class Owner(Protocol):
     rates: Rates
     counters: Counters
     transfers: Transfers
+    running: list[Job]
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Have `call` run by the scheduler's thread, which wakes up for it. Thread-safe."""
 
     def run(self, job: Job) -> None:
         """Everything that could be had from caches is in the job's hold: compute the rest."""
@@ -48,6 +64,7 @@ class Restores:
         self._store = store
         self._clock = clock
         self._size = pool.keyspace.block_tokens
+        self._by_layers = config.layerwise_restore == "auto" and pool.arena is not None
         self.jobs: list[Job] = []
         self.num_claims = 0
         """Holds that transfers write into."""
@@ -79,7 +96,13 @@ class Restores:
         self.jobs.remove(job)
         if job.store_lease is None and job.hold is not None:
             self._owner.hbm.release(job.hold)
+        self._drop_ahead(job)
         job.hold, job.store_lease, job.tail, job.front_end = None, None, None, 0
+
+    def next_ahead(self) -> Job | None:
+        """A job whose blocks are coming by layers, behind which a chunk can be computed now."""
+        jobs = (job for job in self.jobs if job.num_computed >= job.front_end)
+        return next((job for job in jobs if job.gate is not None and job.gate.open), None)
 
     def join(self, job: Job) -> None:
         """The restored blocks follow those computed meanwhile, once both are there."""
@@ -88,7 +111,11 @@ class Restores:
             return
         for _ in range(result.num_ok):
             self._owner.hbm.adopt(hold, job.chain)
-        self._owner.hbm.drop_tail(hold, hold.num_sealed)
+        if hold.num_sealed * self._size < job.restore_end:
+            self._drop_ahead(job)
+        if job.ahead is None:
+            self._owner.hbm.drop_tail(hold, hold.num_sealed)
+        job.gate = None
         job.restored, job.tail, job.front_end = result, None, 0
         self._stop(job)
 
@@ -117,13 +144,27 @@ class Restores:
         job.spans = self._owner.plans.of([job.chain.hash_at(i) for i in range(hold.num_sealed)])
 
     def _read(self, job: Job, hold: Hold, lease: StoreLease, first: int, last: int) -> None:
-        slots = hold.slots[first:]
+        slots, gate = hold.slots[first:], self._gate(last - first)
         self.num_claims += 1
-        job.store_lease, job.restore_end = lease, last * self._size
-        self._owner.transfers.read(
-            lambda: self._store.restore(lease, first, last, self._pool, slots),
-            lambda result: self._restored(job, hold, lease, result),
-        )
+        job.store_lease, job.restore_end, job.gate = lease, last * self._size, gate
+
+        def call() -> RestoreResult:
+            try:
+                return self._store.restore(lease, first, last, self._pool, slots, gate)
+            finally:
+                if gate is not None:
+                    gate.close()
+
+        self._owner.transfers.read(call, lambda result: self._restored(job, hold, lease, result))
+
+    def _gate(self, num_blocks: int) -> LayerGate | None:
+        if not self._by_layers or self._owner.running:
+            return None
+        return LayerGate(num_blocks, lambda: self._owner.post(lambda: None), AHEAD_WAIT_S)
+
+    def _drop_ahead(self, job: Job) -> None:
+        self._owner.counters.num_ahead_dropped += job.ahead is not None
+        job.ahead = job.gate = None
 
     def _restored(self, job: Job, hold: Hold, lease: StoreLease, result: RestoreResult | None) -> None:
         self.num_claims -= 1

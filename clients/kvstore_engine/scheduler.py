@@ -8,7 +8,7 @@
 One `turn()` handles the inbox, admits, computes one prefill chunk (of the sequence with least left to do: a resumed
 turn isn't kept waiting by a cold one) and one decode step (of all that are ready), so that long prompts don't stop the
 others. Nothing here blocks on the store: its work runs in `Transfers` and comes back through the inbox. What becomes of
-restores is in `restores`.
+restores is in `restores`; with nothing else to do a turn may compute the chunk behind one that is still on its way.
 
 When the pool is short the youngest running sequence gives way: its sealed blocks are offloaded (not dropped), and it
 resumes through restore. The oldest is never preempted, so something always ends.
@@ -23,8 +23,10 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import torch
+
 from kvstore.core.types import Durability
-from kvstore.errors import LimitExceeded
+from kvstore.errors import LimitExceeded, Unavailable
 from kvstore_engine.config import EngineConfig
 from kvstore_engine.contexts import Contexts
 from kvstore_engine.counters import Counters
@@ -34,7 +36,7 @@ from kvstore_engine.plans import PlanBook, next_span, planned_span
 from kvstore_engine.rates import Rates
 from kvstore_engine.restores import Restores
 from kvstore_engine.sampling import Sampler
-from kvstore_engine.sequence import EndEvent, FinishReason, Job, Request, Span, State, TokensEvent, Usage
+from kvstore_engine.sequence import Ahead, EndEvent, FinishReason, Job, Request, Span, State, TokensEvent, Usage
 from kvstore_engine.store import ContextStore, NullStore
 from kvstore_engine.text import TextStream
 from kvstore_engine.transfers import Transfers
@@ -143,6 +145,7 @@ class Scheduler:
         self._admit()
         self._prefill_one()
         self._decode_all()
+        self._compute_ahead()
 
     def close(self) -> None:
         """End every request and wait for running transfers. (Queued offloads are finished first.)"""
@@ -222,6 +225,9 @@ class Scheduler:
         if not job.accounted:
             self._account(job, hold)
         insort(self.running, job, key=lambda j: j.usage.arrived_ns)
+        ahead, job.ahead = job.ahead, None
+        if ahead is not None:
+            self._prefilled(job, ahead.span, ahead.logits)
 
     def _account(self, job: Job, hold: Hold) -> None:
         """Where the prompt's tokens came from; once a request, whatever preemption does later."""
@@ -240,17 +246,42 @@ class Scheduler:
         if not able:
             return
         job = next((j for j in able if self._impatient(j)), None) or min(able, key=lambda j: j.num_pending)
-        span = self._next_span(job)
+        span = self._next_span(job, job.num_computed, job.front_end or len(job.tokens))
         if not self._make_room(job, span[1]):
             return
         began = self._clock()
         logits = self._executor.prefill(self._work(job, span))
         self.rates.compute.sample(*span, (self._clock() - began) / 1e9)
+        self._prefilled(job, span, logits)
+
+    def _prefilled(self, job: Job, span: Span, logits: torch.Tensor) -> None:
         self._computed(job, span)
         if job.state == State.RESTORING:
             self.restores.join(job)
         elif job.num_pending == 0:
             self._advance(job, job.sampler.choose(logits))
+
+    def _compute_ahead(self) -> None:
+        """With nothing else to compute: the chunk behind blocks that are coming by layers.
+
+        It counts only if `restores` finds that they were right.
+        """
+        if self.running or any(self._wants_prefill(job) for job in self.restoring):
+            return
+        job = self.restores.next_ahead()
+        if job is None or job.hold is None or job.gate is None:
+            return
+        gate, job.gate = job.gate, None
+        span = self._next_span(job, job.restore_end, len(job.tokens))
+        if span[0] != job.restore_end:  # a plan that would compute what is being restored
+            return
+        if not self.hbm.borrow(job.hold, -(-span[1] // self._size) - len(job.hold.slots)):
+            return
+        self.counters.num_ahead += 1
+        try:
+            job.ahead = Ahead(span, self._executor.prefill(self._work(job, span), gate.before_layer))
+        except Unavailable:  # a layer that didn't come: the restore will say why
+            self.counters.num_ahead_dropped += 1
 
     def _wants_prefill(self, job: Job) -> bool:
         """More than a decode step's one token, a plan to be followed to the prompt's end, or the front of a restore."""
@@ -258,11 +289,11 @@ class Scheduler:
             return job.num_computed < job.front_end
         return job.num_pending > 1 or bool(job.request.plan and job.num_computed < job.num_prompt)
 
-    def _next_span(self, job: Job) -> Span:
-        planned = planned_span(job.request.plan, job.num_computed) if job.request.plan else None
+    def _next_span(self, job: Job, start: int, end: int) -> Span:
+        planned = planned_span(job.request.plan, start) if job.request.plan else None
         if planned is not None and planned[1] <= len(job.tokens):
             return planned
-        return next_span(job.num_computed, job.front_end or len(job.tokens), self._config.chunk_tokens)
+        return next_span(start, end, self._config.chunk_tokens)
 
     def _work(self, job: Job, span: Span) -> Work:
         assert job.hold is not None

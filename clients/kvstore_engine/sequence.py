@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+import torch
+
 from kvstore.core.hashing import TokenChain
+from kvstore_client.layers import LayerGate
 from kvstore_engine.hbm import Hold
 from kvstore_engine.sampling import Sampler, SamplingParams
 from kvstore_engine.store import RestoreResult, StoreLease
@@ -116,6 +119,18 @@ class Request:
     """Compute the prompt in exactly these spans (those of an earlier run)."""
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """A chunk that was computed over blocks which nobody had judged yet: rows in slots of the hold, and float32 logits
+    `[vocab]` of its last token.
+
+    Nobody may look at it before all those blocks are known to be right.
+    """
+
+    span: Span
+    logits: torch.Tensor
+
+
 class State(IntEnum):
     """Where a sequence is."""
 
@@ -156,6 +171,10 @@ class Job:
     """While RESTORING: the token behind the blocks that are on their way."""
     tail: RestoreResult | None = None
     """What came of those, when it came before the front was computed."""
+    gate: LayerGate | None = None
+    """While RESTORING, where those blocks may come by layers: until the chunk behind them was begun."""
+    ahead: Ahead | None = None
+    """While RESTORING: that chunk."""
     accounted: bool = False
     num_new: int = 0
     """Tokens that its session didn't have before: what it will probably have to compute."""

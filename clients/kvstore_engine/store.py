@@ -14,6 +14,7 @@ from typing import Protocol
 from kvstore.core.events import SignalKind
 from kvstore.core.hashing import TokenChain
 from kvstore.core.types import Durability
+from kvstore_client.layers import LayerGate
 from kvstore_engine.pool import KVPool
 
 
@@ -55,8 +56,17 @@ class ContextStore(Protocol):
     def acquire(self, session: str, chain: TokenChain, num_blocks: int) -> StoreLease | None:
         """Claim what is held of the chain's first `num_blocks` blocks; None when nothing is."""
 
-    def restore(self, lease: StoreLease, first: int, last: int, pool: KVPool, slots: Sequence[int]) -> RestoreResult:
-        """Copy blocks `[first, last)` into the pool's slots, in order, and verify them there."""
+    def restore(
+        self,
+        lease: StoreLease,
+        first: int,
+        last: int,
+        pool: KVPool,
+        slots: Sequence[int],
+        gate: LayerGate | None = None,
+    ) -> RestoreResult:
+        """Copy blocks `[first, last)` into the pool's slots, in order, and verify them there. May open `gate` if they
+        come by layers. When this returns or raises, nothing writes into the slots any more."""
 
     def release(self, lease: StoreLease) -> None:
         """Give a claim back; again is a no-op."""
@@ -90,7 +100,15 @@ class NullStore:
     def acquire(self, session: str, chain: TokenChain, num_blocks: int) -> StoreLease | None:
         return None
 
-    def restore(self, lease: StoreLease, first: int, last: int, pool: KVPool, slots: Sequence[int]) -> RestoreResult:
+    def restore(
+        self,
+        lease: StoreLease,
+        first: int,
+        last: int,
+        pool: KVPool,
+        slots: Sequence[int],
+        gate: LayerGate | None = None,
+    ) -> RestoreResult:
         return RestoreResult(0)
 
     def release(self, lease: StoreLease) -> None:

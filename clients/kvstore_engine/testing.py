@@ -1,12 +1,15 @@
 """Help for tests: models that are made in a second, and a store that lives in this process.
 
-The models are random, made from a seed; their bytes go through exactly the code that real ones go through.
+The models are random, made from a seed; their bytes go through exactly the code that real ones go through. `Rig` drives
+a scheduler turn by turn in the test's own thread.
 """
 
 from __future__ import annotations
 
 import hashlib
+import random
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +21,18 @@ from kvstore.core.events import SignalKind
 from kvstore.core.hashing import TokenChain
 from kvstore.core.types import Durability
 from kvstore.errors import Unavailable
+from kvstore_client.layers import LayerGate
 from kvstore_engine.config import EngineConfig
+from kvstore_engine.executor import Executor
+from kvstore_engine.hbm import HbmTable
 from kvstore_engine.model import DTYPES, LoadedModel, wrap_model
 from kvstore_engine.pool import KVPool
-from kvstore_engine.store import PoolStats, RestoreResult, StoreLease
+from kvstore_engine.sampling import SamplingParams
+from kvstore_engine.scheduler import Scheduler
+from kvstore_engine.sequence import EndEvent, Request, RequestEvent, Span, TurnEnd
+from kvstore_engine.store import ContextStore, NullStore, PoolStats, RestoreResult, StoreLease
 
+GREEDY = SamplingParams(max_tokens=5, ignore_eos=True)
 TINY: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -57,6 +67,12 @@ def tiny_config(**changes: Any) -> EngineConfig:
         "restore_plan": "always",  # a model this small computes as fast as it restores
     }
     return EngineConfig(**{**values, **changes})
+
+
+def ids_of(n: int, seed: int = 1) -> list[int]:
+    """`n` random tokens, from a seed."""
+    rng = random.Random(seed)
+    return [rng.randrange(1, 512) for _ in range(n)]
 
 
 class MemoryStore:
@@ -94,7 +110,15 @@ class MemoryStore:
             self.num_live_leases += 1
         return StoreLease(count, [bytes(chain.hash_at(i)) for i in range(count)])
 
-    def restore(self, lease: StoreLease, first: int, last: int, pool: KVPool, slots: Sequence[int]) -> RestoreResult:
+    def restore(
+        self,
+        lease: StoreLease,
+        first: int,
+        last: int,
+        pool: KVPool,
+        slots: Sequence[int],
+        gate: LayerGate | None = None,
+    ) -> RestoreResult:
         self.gate.wait()
         self._check()
         hashes: list[bytes] = lease.token  # type: ignore[assignment]
@@ -138,6 +162,71 @@ class MemoryStore:
 
     def close(self) -> None:
         self.gate.set()
+
+
+class Rig:
+    """A scheduler with a tiny model, and a clock that the test can push."""
+
+    def __init__(
+        self, store: ContextStore | None = None, slots: int = 64, num_layers: int = 2, **changes: object
+    ) -> None:
+        self.config: EngineConfig = tiny_config(**changes)
+        model = tiny_model(self.config, num_hidden_layers=num_layers)
+        self.pool = KVPool(model.keyspace, slots * model.keyspace.slot_bytes, model.device)
+        executor = Executor(model, self.pool, self.config.max_batch, 1)
+        self.ahead_ns = 0
+        clock = lambda: time.monotonic_ns() + self.ahead_ns  # noqa: E731
+        self.hbm = HbmTable(self.pool, "leaf-lru", clock)
+        self.store = store or NullStore()
+        self.scheduler = Scheduler(self.config, executor, self.hbm, self.store, None, model.eos_ids, clock)
+        self.events: dict[str, list[RequestEvent]] = {}
+
+    def submit(
+        self,
+        name: str,
+        ids: list[int],
+        sampling: SamplingParams = GREEDY,
+        session: str = "",
+        use_cache: bool = True,
+        plan: tuple[Span, ...] | None = None,
+        tool: str = "",
+    ) -> None:
+        """Queue a request; `events[name]` gets what its owner hears."""
+        seen = self.events[name] = []
+        on_end = lambda text: TurnEnd(tool)  # noqa: E731
+        request = Request(name, ids, sampling, seen.append, session, on_end, use_cache=use_cache, plan=plan)
+        self.scheduler.submit(request)
+
+    def end_of(self, name: str) -> EndEvent | None:
+        """How a request ended; None while it hasn't."""
+        last = self.events[name][-1] if self.events[name] else None
+        return last if isinstance(last, EndEvent) else None
+
+    def run(self, *names: str) -> list[EndEvent]:
+        """Turn until all named requests have ended."""
+        for _ in range(2_000):
+            ends = [self.end_of(name) for name in names]
+            if all(ends):
+                return [e for e in ends if e is not None]
+            self.scheduler.turn(0.05)
+        raise AssertionError(f"no end of {names}")
+
+    def settle(self) -> None:
+        """Turn until no transfer runs; then nothing may be claimed."""
+        for _ in range(2_000):
+            if self.scheduler.quiet:
+                self.scheduler.turn()
+                break
+            self.scheduler.turn(0.05)
+        assert self.hbm.num_holds == 0
+        self.hbm.machine.check_invariants()
+
+    def forget(self) -> None:
+        """Empty the pool's cache by computing something else through all of it."""
+        self.settle()
+        self.submit("filler", ids_of(self.pool.num_slots * 16 - 1, seed=99), SamplingParams(max_tokens=1))
+        self.run("filler")
+        self.settle()
 
 
 class ByteTokenizer:

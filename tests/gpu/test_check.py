@@ -87,6 +87,7 @@ def test_the_engine_is_compared_with_itself(pool: str, monkeypatch: pytest.Monke
     assert rows["engine: tokens that differ, restored or recomputed"].ok
     assert rows["engine: prompt tokens restored"].ok
     assert rows["engine TTFT, restored against recomputed"].ratio is not None
+    assert rows["engine TTFT, restored by layers against whole"].ratio is not None
 
 
 def test_rotten_blocks_fail_the_check_of_what_was_restored(monkeypatch: pytest.MonkeyPatch) -> None:

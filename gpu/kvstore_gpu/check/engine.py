@@ -1,10 +1,11 @@
 """The included engine on a device: a context that was given up, restored and computed again; same tokens, and how fast.
 
-Two engines, one after the other, so that the second finds nothing in its pool:
+Three engines, one after the other, so that each finds nothing in its pool:
 
     first    computes two prompts and their answers, offloads the blocks to host memory
-    second   with either prompt (the first is there to warm up): restores and answers, then computes the same prompt
-             with the same cuts and answers again
+    second   with either prompt (the first is there to warm up): restores whole blocks, and answers
+    third    the same by layers, computing the chunk behind them meanwhile; then computes the same prompt with the same
+             cuts and answers again
 
 Blocks go both ways through `DeviceHand`, as they do with a service; what a service adds (gRPC, NVMe) isn't in here.
 `kvstore bench restore` measures with one.
@@ -26,6 +27,7 @@ from kvstore_gpu.hand import DeviceHand
 
 if TYPE_CHECKING:
     from kvstore.core.hashing import TokenChain
+    from kvstore_client.layers import LayerGate
     from kvstore_engine.config import EngineConfig
     from kvstore_engine.model import LoadedModel
     from kvstore_engine.pool import KVPool
@@ -47,12 +49,15 @@ def engine(device: str, small: bool) -> list[Row]:
             raise NotHere(f"{name} isn't installed")
     model, config = _tiny(device) if small else _real(device)
     prompt_tokens = 96 if small else min(4096, model.context_tokens_max // 2)
-    restored, recomputed = _compare(config, model, prompt_tokens)
-    differing = sum(a != b for a, b in zip(restored.tokens, recomputed.tokens, strict=True))
+    whole, restored, recomputed, num_ahead = _compare(config, model, prompt_tokens)
+    turns = zip(whole.tokens, restored.tokens, recomputed.tokens, strict=True)
+    differing = sum(a != c or b != c for a, b, c in turns)
     return [
         plain("engine: tokens that differ, restored or recomputed", differing, "", 0),
         plain("engine: prompt tokens restored", restored.usage.cached_tokens, "", prompt_tokens // 2, "at least"),
         compared("engine TTFT, restored against recomputed", restored.usage.ttft_s, "s", recomputed.usage.ttft_s),
+        compared("engine TTFT, restored by layers against whole", restored.usage.ttft_s, "s", whole.usage.ttft_s),
+        plain("engine: chunks computed while their restore came", num_ahead, ""),
     ]
 
 
@@ -81,8 +86,8 @@ def _kind(device: str) -> Any:
     return device.partition(":")[0]
 
 
-def _compare(config: EngineConfig, model: LoadedModel, prompt_tokens: int) -> tuple[EndEvent, EndEvent]:
-    """How a restored and a recomputed turn ended."""
+def _compare(config: EngineConfig, model: LoadedModel, prompt_tokens: int) -> tuple[EndEvent, EndEvent, EndEvent, int]:
+    """How a turn ended that was restored whole, by layers, and recomputed; how many chunks came of layers."""
     from kvstore_engine.engine import Engine
     from kvstore_engine.sampling import SamplingParams
 
@@ -95,12 +100,17 @@ def _compare(config: EngineConfig, model: LoadedModel, prompt_tokens: int) -> tu
             first.generate(prompt, answer, session="check")
         if not first.wait_quiet(QUIET_S):
             raise TimeoutError(f"the offload took longer than {QUIET_S:.0f} s")
-    with Engine(config, model, HandStore(kept)) as second:
+    with Engine(config.model_copy(update={"layerwise_restore": "off"}), model, HandStore(kept)) as second:
         for prompt in prompts:
-            restored = second.generate(prompt, answer, session="check")
+            whole = second.generate(prompt, answer, session="check")
             second.wait_quiet(QUIET_S)
-            recomputed = second.generate(prompt, answer, use_cache=False, plan=restored.plan)
-    return restored, recomputed
+    with Engine(config, model, HandStore(kept)) as third:
+        for prompt in prompts:
+            restored = third.generate(prompt, answer, session="check")
+            third.wait_quiet(QUIET_S)
+            recomputed = third.generate(prompt, answer, use_cache=False, plan=restored.plan)
+        num_ahead = third.counters.num_ahead - third.counters.num_ahead_dropped
+    return whole, restored, recomputed, num_ahead
 
 
 @dataclass
@@ -139,7 +149,15 @@ class HandStore:
         held = next((i for i, key in enumerate(hashes) if key not in self._blocks), num_blocks)
         return StoreLease(held, hashes[:held]) if held else None
 
-    def restore(self, lease: StoreLease, first: int, last: int, pool: KVPool, slots: Sequence[int]) -> Any:
+    def restore(
+        self,
+        lease: StoreLease,
+        first: int,
+        last: int,
+        pool: KVPool,
+        slots: Sequence[int],
+        gate: LayerGate | None = None,
+    ) -> Any:
         """See `ContextStore`."""
         from kvstore_engine.store import RestoreResult
 
@@ -153,7 +171,11 @@ class HandStore:
             self._copy(pool, Memory(self._kept.memory, at), Memory(pool.arena.flat, slot * pool.stride), sums)
             for slot, (at, sums) in zip(slots, kept, strict=True)
         ]
-        results = self._moving(pool).submit(copies, Priority.READ).wait()
+        hand = self._moving(pool)
+        if gate is not None and all(sums is not None for _, sums in kept):
+            results = hand.submit_by_layers(copies, gate.part(len(copies))).wait()
+        else:
+            results = hand.submit(copies, Priority.READ).wait()
         num_ok = next((i for i, result in enumerate(results) if not result.ok), len(results))
         return RestoreResult(num_ok, num_dram=num_ok)
 
