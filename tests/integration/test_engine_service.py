@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,8 @@ import torch
 
 from kvstore.core.keyspace import Keyspace
 from kvstore.testing.service import ServiceProcess
-from kvstore_engine import device
+from kvstore_client.layers import LayerGate
+from kvstore_engine import device, restores
 from kvstore_engine import scheduler as scheduler_module
 from kvstore_engine.client_store import ServiceStore
 from kvstore_engine.config import EngineConfig
@@ -23,9 +24,10 @@ from kvstore_engine.engine import Engine
 from kvstore_engine.sampling import Sampler, SamplingParams
 from kvstore_engine.sequence import EndEvent, TurnEnd
 from kvstore_engine.store import NullStore
-from kvstore_engine.testing import tiny_config, tiny_model
+from kvstore_engine.testing import TINY, tiny_config, tiny_model
+from kvstore_gpu import hand
 from kvstore_gpu.arena import Arena, PoolSpec
-from kvstore_gpu.testing import Behind, Pinning
+from kvstore_gpu.testing import Behind, LateCopies, Pinning
 
 MIB = 1 << 20
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -226,3 +228,111 @@ def test_kill_of_the_service_costs_time_and_nothing_else(pools: str, service: Se
             if third.usage.cached_tokens:
                 break
         assert third.usage.nvme_tokens + third.usage.dram_tokens == 192
+
+
+# ---- by layers
+
+
+@pytest.fixture(params=range(3))
+def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools whose layers come one by one, in any order that events leave free, and only when they are waited for."""
+
+    def make(keyspace: Keyspace, num_slots: int, _: torch.device) -> Arena:
+        spec = PoolSpec(num_slots, keyspace.num_layers, keyspace.slice_bytes)
+        return Behind.create(spec, backend=LateCopies(request.param))
+
+    monkeypatch.setattr(device, "ON_ARENA", {"cpu", "cuda"})
+    monkeypatch.setattr(device, "make_arena", make)
+    monkeypatch.setattr(device, "choose_path", lambda hand, folder: None)
+    monkeypatch.setattr(hand, "GROUP_BYTES", 1)
+    monkeypatch.setattr(restores, "AHEAD_WAIT_S", 60.0)
+
+
+def ahead_of_the_verdict(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> tuple[EndEvent, list[int], list[str]]:
+    """A turn that the service has in DRAM; the verdict on what it restores is held until the chunk behind it was
+    computed. Its end, its prompt, digests of its logits."""
+    ids = ids_of(200, 1)
+    first = turn(engine, ids, session="a", tool="bash")
+    forget(engine)
+    longer = [*ids, *first.tokens, *ids_of(30, 2)]
+    assert engine.pool.arena is not None
+    backend = engine.pool.arena.backend
+    assert isinstance(backend, LateCopies)
+    compute = scheduler_module.Scheduler._compute_ahead
+
+    def then_let_go(scheduler: scheduler_module.Scheduler) -> None:
+        compute(scheduler)
+        if scheduler.counters.num_ahead and not backend.rest.is_set():
+            backend.rest.set()
+
+    monkeypatch.setattr(scheduler_module.Scheduler, "_compute_ahead", then_let_go)
+    backend.rest.clear()
+    end = turn(engine, longer, session="a")
+    return end, longer, RecordingSampler.made[-1].digests
+
+
+def test_computed_while_its_layers_come_is_the_same_bits(
+    late: None, service: ServiceProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_on(service) as engine:
+        end, ids, digests = ahead_of_the_verdict(engine, monkeypatch)
+        assert (engine.counters.num_ahead, engine.counters.num_ahead_dropped) == (1, 0)
+        assert end.usage.dram_tokens == 192
+        assert end.usage.computed_tokens == len(ids) - 192
+    assert digests == fresh_digests(end, ids)
+
+
+def test_layers_that_nobody_waits_for_are_seen(
+    late: None, service: ServiceProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above can fail."""
+    monkeypatch.setattr(LayerGate, "before_layer", lambda gate, layer: None)
+    with engine_on(service) as engine:
+        end, ids, digests = ahead_of_the_verdict(engine, monkeypatch)
+    assert end.plan is not None
+    with engine_on(None) as engine:
+        engine.generate(ids, GREEDY, use_cache=False, plan=end.plan)
+    assert RecordingSampler.made[-1].digests[0] != digests[0]
+
+
+def before_the_last_layer(monkeypatch: pytest.MonkeyPatch, what: Callable[[], object]) -> None:
+    """Do it when all other layers have been used, and that one isn't on its way yet."""
+    wait = LayerGate.before_layer
+
+    def before_layer(gate: LayerGate, layer: int) -> None:
+        if layer == TINY["num_hidden_layers"] - 1:
+            what()
+        wait(gate, layer)
+
+    monkeypatch.setattr(LayerGate, "before_layer", before_layer)
+
+
+def test_rot_in_the_last_layer_reaches_no_answer(
+    late: None, service: ServiceProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_on(service) as engine:
+        store = engine.store
+        assert isinstance(store, ServiceStore)
+
+        def rot() -> None:
+            """What the client restores from is the service's memory."""
+            shared = store._connected()._attached().arena.array
+            size = engine.keyspace.slice_bytes
+            shared[(engine.keyspace.num_layers - 1) * size :: engine.pool.stride] ^= 1
+
+        before_the_last_layer(monkeypatch, rot)
+        end, ids, digests = ahead_of_the_verdict(engine, monkeypatch)
+        assert (engine.counters.num_ahead, engine.counters.num_ahead_dropped) == (1, 1)
+        assert end.usage.cached_tokens == 0
+    assert digests == fresh_digests(end, ids)
+
+
+def test_a_service_killed_between_layers_reaches_no_answer(
+    late: None, service: ServiceProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had promised lies in memory that outlives it, and is judged like any other bytes."""
+    with engine_on(service) as engine:
+        before_the_last_layer(monkeypatch, service.kill)
+        end, ids, digests = ahead_of_the_verdict(engine, monkeypatch)
+        assert engine.counters.num_ahead == 1
+    assert digests == fresh_digests(end, ids)
