@@ -40,4 +40,4 @@ class LayerMover(Protocol):
         self, copies: Sequence[Copy], told: Callable[[int, Ready], None], deadline_s: float | None = None
     ) -> Moving:
         """Start reading blocks from host memory, all with checksums. `told` hears of each group of layers, in order,
-        from another thread; the results are as final as `submit`'s. Raises as `submit`."""
+        from another thread, or of none; the results are as final as `submit`'s. Raises as `submit`."""

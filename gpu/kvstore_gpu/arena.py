@@ -228,6 +228,10 @@ class Arena:
         """Undo `use_pinned`, before the memory goes."""
         self._pinned = [other for other in self._pinned if other is not memory]
 
+    def reaches(self, memory: HostBuffer) -> bool:
+        """Whether the device copies from and to all of this by itself, without staging."""
+        return not self._split([_Move(memory, memory.__array_interface__["data"][0], 0, memory.nbytes)])[1]
+
     def copy_in(self, pairs: Iterable[PairIn], after: Sequence[After] = ()) -> CopyHandle:
         """Host -> slots. Each buffer is `slot_bytes` or `stride_bytes` long and must not change before `wait`.
 
@@ -263,7 +267,7 @@ class Arena:
         one by one. Raises: as `copy_in`.
         """
         at_host, at_pool, sizes = self._slot_ends(dram, sources, targets)
-        if not self._pinned_whole(dram):
+        if not self.reaches(dram):
             return self.copy_in(zip(self._rows(dram, sources), _slots(targets), strict=True), after)
         stream = self._begin(self._into, after)
         self.enqueue(stream, Copies(at_pool, at_host, sizes), into_pool=True)
@@ -274,7 +278,7 @@ class Arena:
     ) -> CopyHandle:
         """Slots of this pool -> slots of one mapping; see `copy_in_slots`."""
         at_host, at_pool, sizes = self._slot_ends(dram, targets, sources)
-        if not self._pinned_whole(dram):
+        if not self.reaches(dram):
             return self.copy_out(zip(_slots(sources), self._rows(dram, targets), strict=True), after)
         stream = self._begin(self._out, after)
         self.enqueue(stream, Copies(at_host, at_pool, sizes), into_pool=False)
@@ -355,9 +359,6 @@ class Arena:
 
     def _rows(self, dram: HostBuffer, slots: Slots) -> list[HostBuffer]:
         return [dram[at : at + self._stride] for at in _slots(slots)]
-
-    def _pinned_whole(self, dram: HostBuffer) -> bool:
-        return not self._split([_Move(dram, dram.__array_interface__["data"][0], 0, dram.nbytes)])[1]
 
     def _move(self, memory: HostBuffer, slot: Slot) -> _Move:
         index, rest = divmod(slot, self._stride)

@@ -143,7 +143,11 @@ class DeviceHand:
         return self._enqueue(copies, priority, deadline_s, None)
 
     def submit_by_layers(self, copies: Sequence[Copy], told: Told, deadline_s: float | None = None) -> DeviceTransfer:
-        """`submit` for reading blocks from host memory, all with checksums, in groups of layers. Raises as `submit`."""
+        """`submit` for reading blocks from host memory, all with checksums, in groups of layers.
+
+        From memory that isn't pinned (yet) they come whole, since staging holds up the hand, and `told` hears nothing.
+        Raises as `submit`.
+        """
         num_bytes = 8 * self.arena.num_slices
         for copy in copies:
             if _kind(copy, self.arena) != "memory" or len(copy.checksums or b"") != num_bytes:
@@ -241,10 +245,11 @@ class DeviceHand:
                 yield from self._from_files(part, batch.transfer.obstacle)
 
     def _from_memory(self, copies: list[Copy], ready: Point, told: Told | None) -> list[CopyResult]:
-        for copy in copies:
-            self._pins.see(cast(Memory, copy.source).array)
+        arrays = {id(array): array for array in (cast(Memory, copy.source).array for copy in copies)}
+        for array in arrays.values():
+            self._pins.see(array)
         pairs = [(_bytes_of(copy.source, copy.num_bytes), self._slot(copy)) for copy in copies]
-        if told is not None:
+        if told is not None and all(map(self.arena.reaches, arrays.values())):
             return self._by_layers(copies, pairs, ready, told)
         self.arena.copy_in(pairs, after=[ready]).wait()
         return self._judge(copies)

@@ -17,6 +17,7 @@ from kvstore_gpu import hand as hand_module
 from kvstore_gpu.arena import Arena, PoolSpec
 from kvstore_gpu.hand import DeviceHand
 from kvstore_gpu.nvme import random_block
+from kvstore_gpu.pinned import PinnedBuffer
 from kvstore_gpu.streams import Copies, HostBuffer, Stream
 from kvstore_gpu.testing import Behind, LateCopies, Pinning
 
@@ -165,6 +166,15 @@ def test_blocks_come_by_layers_and_are_verified(
         assert np.array_equal(np.concatenate(seen, axis=1), want)
         assert [i for i, result in enumerate(results) if not result.ok] == [3]
         assert "slices [3] differ" in str(results[3].error)
+
+
+def test_blocks_in_memory_that_must_be_staged_come_whole(arena: Arena, hand: DeviceHand, dram: HostBuffer) -> None:
+    listener = Listener(arena, [0])
+    assert hand.submit_by_layers([restore(arena, Memory(dram), 0, sums(dram, 0))], listener).wait(10)[0].ok
+    assert listener.told == []
+    arena.use_pinned(PinnedBuffer(dram))
+    assert hand.submit_by_layers([restore(arena, Memory(dram), 0, sums(dram, 0))], listener).wait(10)[0].ok
+    assert listener.told == [4]
 
 
 def test_blocks_by_layers_lie_in_memory_and_have_checksums(

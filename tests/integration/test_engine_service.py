@@ -245,7 +245,7 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(device, "make_arena", make)
     monkeypatch.setattr(device, "choose_path", lambda hand, folder: None)
     monkeypatch.setattr(hand, "GROUP_BYTES", 1)
-    monkeypatch.setattr(restores, "AHEAD_WAIT_S", 60.0)
+    monkeypatch.setattr(restores, "AHEAD_WAIT_S", 3600.0)
 
 
 def ahead_of_the_verdict(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> tuple[EndEvent, list[int], list[str]]:

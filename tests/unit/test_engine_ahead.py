@@ -111,7 +111,7 @@ def _arena_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     RecordingSampler.made = []
     monkeypatch.setattr(scheduler_module, "Sampler", RecordingSampler)
     monkeypatch.setattr(device, "ON_ARENA", {"cpu", "cuda"})
-    monkeypatch.setattr(restores, "AHEAD_WAIT_S", 60.0)
+    monkeypatch.setattr(restores, "AHEAD_WAIT_S", 3600.0)
 
 
 def rig_on(store: LayeredStore, slots: int = 20, **changes: object) -> Rig:
