@@ -10,6 +10,7 @@ tables, batches, events asked for. What a device would *do* with them is not sho
 from __future__ import annotations
 
 import ctypes
+import itertools
 import sys
 import types
 from collections.abc import Callable
@@ -22,6 +23,8 @@ import numpy as np
 import torch
 
 import kvstore_gpu.check.verify as verify
+from kvstore_engine import graphs
+from kvstore_engine.recording import RecordingCapturer
 from kvstore_gpu import arena, build, doctor, kernels
 from kvstore_gpu.check import engine
 from kvstore_gpu.check.__main__ import main
@@ -86,8 +89,7 @@ def move(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """`Tensor.to`, to a device or a dtype or both: a copy either way, as to a device."""
 
     def to(tensor: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
-        del named
-        left = [a for a in args if isinstance(a, torch.dtype)]
+        left = [a for a in (*args, *named.values()) if isinstance(a, torch.dtype)]
         return make(tensor, *left) if left else tensor.clone()
 
     return to
@@ -121,7 +123,8 @@ def patches(libcuda: str) -> list[Any]:
         "Event": Event,
     }
     made = [mock.patch.object(torch.cuda, name, value) for name, value in torch_cuda.items()]
-    made += [mock.patch.object(torch, n, on_host(getattr(torch, n))) for n in ("zeros", "empty", "randn", "ones")]
+    factories = ("zeros", "empty", "randn", "ones", "tensor", "arange", "full")
+    made += [mock.patch.object(torch, name, on_host(getattr(torch, name))) for name in factories]
     made += [mock.patch.object(torch, "as_tensor", take_over), mock.patch.object(torch.version, "cuda", "13.0")]
     made += [mock.patch.object(torch.Tensor, "to", move(torch.Tensor.to))]
     made += [mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None)]
@@ -130,7 +133,9 @@ def patches(libcuda: str) -> list[Any]:
     made += [mock.patch.object(arena.Arena, "host_view", lambda pool: None)]
     made += [mock.patch.object(arena, "best_kernels", load), mock.patch.object(verify, "best_kernels", load)]
     made += [mock.patch.object(doctor, "report", lambda folder=None: "faked")]
-    # A model would need all of torch faked; its store, hand and arena have tests over host memory.
+    capturer = RecordingCapturer(itertools.cycle([2.0, 1.0]))
+    made += [mock.patch.dict(graphs.CAPTURERS, cuda=lambda device: capturer)]
+    # Its store, hand and arena have tests over host memory.
     made += [mock.patch.object(engine, "engine", mock.Mock(side_effect=NotHere("faked")))]
     return [mock.patch.dict(sys.modules, {"cupy": cupy}), *made]
 

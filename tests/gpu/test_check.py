@@ -14,10 +14,11 @@ import pytest
 
 from kvstore_engine import device as devices
 from kvstore_gpu import build
-from kvstore_gpu.check import engine, speed, verify
+from kvstore_gpu.check import decode, engine, speed, verify
 from kvstore_gpu.check.__main__ import main
 from kvstore_gpu.check.rows import NotHere, Results, Row, compared, plain
 from kvstore_gpu.check.speed import Sizes
+from kvstore_gpu.decode import PagedDecode
 from kvstore_gpu.errors import Unavailable
 from kvstore_gpu.testing import build_stub
 
@@ -34,6 +35,8 @@ def test_the_whole_check_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert all(row["ok"] is not False for row in rows)
     out = capsys.readouterr().out
     assert "skipped: decode slower while restoring: no CUDA device" in out
+    assert "skipped: decode steps run and replayed: no CUDA device" in out
+    assert "skipped: decode attention against a device-to-device copy: no CUDA device" in out
     assert "skipped: engine TTFT restored and recomputed: no CUDA device" in out
     assert "skipped: engine output gate on device: no CUDA device" in out
     assert "CUDA driver" in out
@@ -46,6 +49,7 @@ def test_measuring_code_runs_on_a_cpu(tmp_path: Path) -> None:
     rows += speed.kernels("cpu", small, 1.0, 1e9)
     rows += speed.restore("cpu", small)
     rows += speed.background("cpu", small)
+    rows += decode.read("cpu", small)
     rows += speed.storage("cpu", small, tmp_path)[0]
     rows += verify.order("cpu", small.busy_size)
     assert len(rows) >= 15
@@ -75,6 +79,10 @@ def test_device_code_runs_over_a_faked_device(tmp_path: Path) -> None:
     assert all("kernel sources" in line or "another process" in line for line in broken), broken
     assert rows["H2D, scattered slots against one large copy"]["limit"] > 0
     assert rows["decode slower while restoring"]["value"] is not None
+    assert rows["decode attention of 2 x 304 tokens, read"]["limit"] > 0
+    assert rows["decode attention, wrong values of rows alone against a batch"]["ok"]
+    assert rows["decode step, wrong values of a replay"]["ok"]
+    assert rows["decode step, 8 x 128 tokens, replayed against run"]["limit"] > 0
     for item in (engine.GATE, engine.TTFT):
         assert f"skipped: {item}: faked" in done.stdout
 
@@ -88,6 +96,26 @@ def test_the_engine_is_compared_with_itself(pool: str, monkeypatch: pytest.Monke
     assert rows["engine: prompt tokens restored"].ok
     assert rows["engine TTFT, restored against recomputed"].ratio is not None
     assert rows["engine TTFT, restored by layers against whole"].ratio is not None
+
+
+def test_without_our_kernel_there_is_no_step_to_time() -> None:
+    with pytest.raises(NotHere, match="doesn't decode here"):
+        decode.steps("cpu", small=True)
+
+
+def test_a_kernel_that_reads_elsewhere_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = PagedDecode.attend
+
+    def shifted(kernel: PagedDecode, layer: Any, table: Any, *rest: Any) -> None:
+        attend(kernel, layer, table.roll(1, dims=1), *rest)
+
+    try:
+        rows = decode.right("cpu")
+    except NotHere as missing:
+        pytest.skip(str(missing))
+    assert len(rows) >= 13 and all(row.ok for row in rows)
+    monkeypatch.setattr(PagedDecode, "attend", shifted)
+    assert not any(row.ok for row in decode.right("cpu") if "heads of" in row.name)
 
 
 def test_rotten_blocks_fail_the_check_of_what_was_restored(monkeypatch: pytest.MonkeyPatch) -> None:

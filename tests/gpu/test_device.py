@@ -7,14 +7,23 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvstore_gpu.check import verify
+from kvstore_gpu.check import decode, verify
 from kvstore_gpu.check.rows import Row
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-ITEMS = [verify.kernels, verify.copies, verify.layers, verify.hand, verify.order, verify.ipc, verify.quantised]
+ITEMS = [
+    verify.kernels,
+    decode.right,
+    verify.copies,
+    verify.layers,
+    verify.hand,
+    verify.order,
+    verify.ipc,
+    verify.quantised,
+]
 
 
 @pytest.mark.parametrize("item", ITEMS)

@@ -4,6 +4,7 @@ recorder): the same results as exact attention, the same bits in every batch, th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import warnings
@@ -19,7 +20,7 @@ from kvstore_engine.decode import Decoder
 from kvstore_engine.engine import Engine
 from kvstore_engine.executor import Executor, Work
 from kvstore_engine.pool import KVPool
-from kvstore_engine.recording import RecordingCapturer
+from kvstore_engine.recording import Recorder, RecordingCapturer
 from kvstore_engine.sampling import SamplingParams
 from kvstore_engine.testing import MemoryStore, tiny_config, tiny_model
 from kvstore_gpu.decode import PagedDecode
@@ -287,6 +288,54 @@ def test_inputs_that_moved_are_noticed_before_a_replay(
     assert torch.equal(executor.decode(works), want)
     assert recorder.num_replays == before
     assert "have moved" in caplog.text
+
+
+def test_a_capture_on_a_device_is_asked_for_as_it_should(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warmed up on a side stream that waits for the work before, other threads' calls allowed, one pool of memory."""
+    said: list[Any] = []
+
+    class Stream:
+        def __init__(self, device: torch.device | None = None, name: str = "side") -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            said.append(f"{self.name} waits for {other.name}")
+
+    class CUDAGraph(Recorder):
+        """Records, as torch's does between begin and end."""
+
+    @contextlib.contextmanager
+    def within(thing: Any, **options: Any) -> Iterator[None]:
+        with thing if isinstance(thing, Recorder) else contextlib.nullcontext():
+            said.append(options if isinstance(thing, Recorder) else f"on {thing.name}")
+            yield
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            said.append("record")
+
+        def synchronize(self) -> None:
+            """At once."""
+
+        def elapsed_time(self, last: Event) -> float:
+            return 3.0
+
+    faked = {"Stream": Stream, "CUDAGraph": CUDAGraph, "stream": within, "graph": within, "Event": Event}
+    faked |= {"current_stream": lambda device: Stream(name="main"), "graph_pool_handle": lambda: (0, 1)}
+    for name, value in faked.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    capturer = graphs.CudaCapturer(torch.device("cuda:0"))
+    held = torch.ones(2)
+    replay, result = capturer.capture(lambda: held + 1)
+    options = {"pool": (0, 1), "stream": capturer._side, "capture_error_mode": "thread_local"}
+    assert said == ["side waits for main", "on side", "main waits for side", options]
+    held.fill_(4.0)
+    replay()
+    assert result.tolist() == [5.0, 5.0]
+    assert capturer.milliseconds(replay) == 3.0
 
 
 def test_the_recorder_reads_memory_and_not_names() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from kvstore_gpu import doctor
-from kvstore_gpu.check import engine, speed, verify
+from kvstore_gpu.check import decode, engine, speed, verify
 from kvstore_gpu.check.rows import Results, Row
 from kvstore_gpu.check.speed import Sizes
 from kvstore_gpu.probe import Probe
@@ -27,6 +27,8 @@ NEED_A_DEVICE = (
     "NVMe to pool by GPUDirect Storage",
     "restore of 32k tokens against recompute",
     "decode slower while restoring",
+    decode.READ,
+    decode.STEPS,
     engine.GATE,
     engine.TTFT,
 )
@@ -52,6 +54,7 @@ def run(results: Results, device: str, sizes: Sizes, folder: Path) -> None:
     torch.set_num_threads(1)
     results.run("kernel sources compile", verify.cubins)
     results.run("kernels against the host's reference", lambda: verify.kernels(device))
+    results.run("decode attention against float64", lambda: decode.right(device))
     results.run("copies in and out", lambda: verify.copies(device))
     results.run("layer-wise restore", lambda: verify.layers(device))
     results.run("the client's hand", lambda: verify.hand(device))
@@ -88,14 +91,16 @@ def _on_device(results: Results, device: str, sizes: Sizes, found: list[Probe]) 
     results.run("gather, scatter and checksum", lambda: speed.kernels(device, sizes, large, nvme))
     results.run("restore of a 32k context", lambda: speed.restore(device, sizes))
     results.run("decode beside a restore", lambda: speed.background(device, sizes))
+    results.run(decode.READ, lambda: decode.read(device, sizes))
 
 
 def _engine(results: Results, device: str, sizes: Sizes) -> None:
-    num_skipped = len(results.skipped)
     small = sizes == Sizes.small()
+    num_skipped = len(results.skipped)
     results.run(engine.GATE, lambda: engine.engine(device, small), 0.0 if small else engine.LASTS_S)
     if len(results.skipped) > num_skipped:  # one run serves both
         results.skip(engine.TTFT, results.skipped[-1][1])
+    results.run(decode.STEPS, lambda: decode.steps(device, small), 0.0 if small else decode.LASTS_S)
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:

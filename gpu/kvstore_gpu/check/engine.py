@@ -44,10 +44,7 @@ NEEDED = ("transformers", "pydantic", "prometheus_client", "kvstore_engine")
 
 def engine(device: str, small: bool) -> list[Row]:
     """Rows of both items. Raises NotHere, with the package that is missing."""
-    for name in NEEDED:
-        if importlib.util.find_spec(name) is None:
-            raise NotHere(f"{name} isn't installed")
-    model, config = _tiny(device) if small else _real(device)
+    model, config = model_of(device, small)
     prompt_tokens = 96 if small else min(4096, model.context_tokens_max // 2)
     whole, restored, recomputed, num_ahead = _compare(config, model, prompt_tokens)
     turns = zip(whole.tokens, restored.tokens, recomputed.tokens, strict=True)
@@ -59,6 +56,14 @@ def engine(device: str, small: bool) -> list[Row]:
         compared("engine TTFT, restored by layers against whole", restored.usage.ttft_s, "s", whole.usage.ttft_s),
         plain("engine: chunks computed while their restore came", num_ahead, ""),
     ]
+
+
+def model_of(device: str, small: bool) -> tuple[LoadedModel, EngineConfig]:
+    """What the check's engine runs. Raises NotHere, with the package that is missing."""
+    for name in NEEDED:
+        if importlib.util.find_spec(name) is None:
+            raise NotHere(f"{name} isn't installed")
+    return _tiny(device) if small else _real(device)
 
 
 def _tiny(device: str) -> tuple[LoadedModel, EngineConfig]:

@@ -41,12 +41,14 @@ class Sizes:
     busy_size: int = 2048
     rounds: int = 5
     repeats: int = 10
+    decode_contexts: tuple[int, int] = (8, 32_768)
+    """Rows and tokens of each."""
 
     @classmethod
     def small(cls) -> Sizes:
         """Everything, in a second, on a CPU."""
         spec = PoolSpec(8, 4, 1 << 13)
-        return cls(spec, 2, 64, spec, 128, 128, 5, 32, 1, 1)
+        return cls(spec, 2, 64, spec, 128, 128, 5, 32, 1, 1, (2, 304))
 
 
 def best(backend: Backend, work: Callable[[], object], rounds: int, repeats: int = 1) -> float:
