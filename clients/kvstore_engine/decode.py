@@ -155,11 +155,11 @@ class Inputs:
 
     def fill(self, works: Sequence[Work]) -> None:
         """Enqueue the copies for one step."""
-        rows = torch.zeros(self.rows.shape, dtype=torch.int64)
+        rows = [(work.tokens[0], work.start, work.start + 1) for work in works]
+        rows += [(0, 0, 0)] * (len(self._slots) - len(works))
+        _send(torch.tensor(rows).t().contiguous(), self.rows)
         for row, work in enumerate(works):
-            rows[:, row] = torch.tensor([work.tokens[0], work.start, work.start + 1])
             self._fill_table(row, list(work.slots[: work.start // self._size + 1]))
-        _send(rows, self.rows)
 
     def _fill_table(self, row: int, slots: list[int]) -> None:
         held = self._slots[row]

@@ -1,4 +1,5 @@
-"""Attention that reads the pool where it lies: no copy of a context, whatever its length. What a CUDA engine uses.
+"""Attention that reads the pool where it lies: no copy of a context, whatever its length. What a CUDA engine uses for
+chunks of prompts, and for decode steps where `decode.py` can't be used.
 
 The pool is block-first, so one layer's keys aren't contiguous. But a slot is a whole number `R` of token rows long, and
 so all keys of a layer are one long strided row of tokens, of which each slot shows `block_tokens`:
@@ -205,7 +206,7 @@ def works(pool: KVPool, num_heads: int, scaling: float) -> bool:
     is used. Says in the log why not."""
     why = obstacle(pool.layer(0)) or _misfit(pool, num_heads, scaling)
     if why:
-        log.warning("attention: %s; contexts are copied instead", why)
+        log.warning("attention by torch: %s; chunks copy their contexts instead", why)
     return not why
 
 
