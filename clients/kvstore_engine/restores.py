@@ -100,9 +100,8 @@ class Restores:
         job.hold, job.store_lease, job.tail, job.front_end = None, None, None, 0
 
     def next_ahead(self) -> Job | None:
-        """A job whose blocks are coming by layers, behind which a chunk can be computed now."""
-        jobs = (job for job in self.jobs if job.num_computed >= job.front_end)
-        return next((job for job in jobs if job.gate is not None and job.gate.open), None)
+        """A job behind whose blocks, which are coming by layers, a chunk can be computed now, if its front is there."""
+        return next((job for job in self.jobs if job.gate is not None and job.gate.open), None)
 
     def join(self, job: Job) -> None:
         """The restored blocks follow those computed meanwhile, once both are there."""

@@ -262,7 +262,7 @@ class Scheduler:
             self._advance(job, job.sampler.choose(logits))
 
     def _compute_ahead(self) -> None:
-        """With nothing else to compute: the chunk behind blocks that are coming by layers.
+        """With nothing else to compute, fronts included: the chunk behind blocks that are coming by layers.
 
         It counts only if `restores` finds that they were right.
         """
