@@ -206,6 +206,29 @@ def test_each_layer_waits_for_its_own_event_and_damage_is_named(layers_per_event
         assert layered(seed, layers_per_event, staged=staged) == (True, [(1, 1)])
 
 
+def thrown_away(seed: int, honour_waits: bool = True) -> bool:
+    """Compute over layers on their way, into slot 2; nobody wants the result, and slot 2 is filled with another block
+    while that compute is still enqueued. True when that block is what lies there."""
+    backend = FakeBackend(seed, honour_waits=honour_waits)
+    arena = Arena.create(SPEC, backend=backend)
+    mine, other = buffers(2, seed)
+    compute = backend.compute_stream()
+    restore = arena.restore_layers([(mine, arena.slot(0))])
+    for layer in range(3):
+        restore.before_layer(layer)
+        part = slice(layer * SPEC.slice_bytes, (layer + 1) * SPEC.slice_bytes)
+        compute.run(lambda part=part: arena.tensor[2, part].copy_(arena.tensor[0, part] ^ 1))
+    arena.copy_in([(other, arena.slot(2))]).wait()  # neither hangs on the other: copies that came first hold nobody up
+    restore.finish()
+    backend.drain()
+    return np.array_equal(arena.tensor[2, : SPEC.slot_bytes].numpy(), other)
+
+
+def test_whoever_fills_slots_of_a_result_thrown_away_comes_behind_it() -> None:
+    assert all(thrown_away(seed) for seed in SEEDS)
+    assert not all(thrown_away(seed, honour_waits=False) for seed in SEEDS)
+
+
 def test_an_early_layer_is_there_before_a_late_one() -> None:
     early = 0
     for seed in SEEDS:

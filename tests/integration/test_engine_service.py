@@ -15,6 +15,7 @@ import torch
 
 from kvstore.core.keyspace import Keyspace
 from kvstore.testing.service import ServiceProcess
+from kvstore_client import client
 from kvstore_client.layers import LayerGate
 from kvstore_engine import device, restores
 from kvstore_engine import scheduler as scheduler_module
@@ -280,6 +281,23 @@ def test_computed_while_its_layers_come_is_the_same_bits(
         assert end.usage.dram_tokens == 192
         assert end.usage.computed_tokens == len(ids) - 192
     assert digests == fresh_digests(end, ids)
+
+
+def test_by_layers_in_several_batches_is_the_same_bits(
+    late: None, service: ServiceProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks are located and moved a few at a time; whether a chunk begins before the last of them is up to chance."""
+    monkeypatch.setattr(client, "PAGE_BLOCKS", 5)
+    with engine_on(service) as engine:
+        for number in range(4):
+            ids = [*ids_of(200, 1), *ids_of(10 * number, 2)]
+            turn(engine, ids, session="a", tool="bash")
+            forget(engine)
+            end = turn(engine, ids, session="a", tool="bash")
+            assert end.usage.dram_tokens >= 192
+            digests = RecordingSampler.made[-1].digests
+            assert digests == fresh_digests(end, ids)
+            forget(engine)
 
 
 def test_layers_that_nobody_waits_for_are_seen(
