@@ -20,11 +20,13 @@ from kvstore.errors import Unavailable
 from kvstore_client.layers import LayerGate
 from kvstore_engine import device, restores
 from kvstore_engine import scheduler as scheduler_module
+from kvstore_engine.config import Attention
+from kvstore_engine.executor import Executor, Work
 from kvstore_engine.pool import KVPool
 from kvstore_engine.sampling import Sampler, SamplingParams
 from kvstore_engine.sequence import EndEvent
 from kvstore_engine.store import RestoreResult, StoreLease
-from kvstore_engine.testing import GREEDY, MemoryStore, Rig, ids_of
+from kvstore_engine.testing import GREEDY, MemoryStore, Rig, ids_of, tiny_config, tiny_model
 
 NUM_LAYERS = 4
 NAN = 0xFF
@@ -192,6 +194,31 @@ def test_computed_ahead_restored_whole_and_computed_are_the_same_bits(num_tokens
     assert ahead.tokens == whole.tokens == first.tokens
     assert ahead.plan == whole.plan
     assert by_layers == at_once == computed(ahead, ids)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("kind", ["exact", "paged"])
+@pytest.mark.parametrize("num_tokens", [1, 20])
+def test_every_attention_asks_before_it_touches_a_layer(kind: Attention, num_tokens: int) -> None:
+    config = tiny_config()
+    model = tiny_model(config, num_hidden_layers=NUM_LAYERS)
+    pool = KVPool(model.keyspace, 4 * model.keyspace.slot_bytes, model.device)
+    executor = Executor(model, pool, 8, 1, kind)
+    work = Work(ids_of(num_tokens), 0, [2, 1])
+    asked: list[int] = []
+
+    def before_layer(layer: int) -> None:
+        assert not pool.layer(layer).any()
+        if layer == 2:
+            raise Unavailable("it won't come")
+        asked.append(layer)
+
+    with pytest.raises(Unavailable):
+        executor.prefill(work, before_layer)
+    assert asked == [0, 1]
+    assert [bool(pool.layer(layer).any()) for layer in range(NUM_LAYERS)] == [True, True, False, False]
+    executor.prefill(work)
+    assert all(pool.layer(layer).any() for layer in range(NUM_LAYERS))
 
 
 def test_a_layer_that_is_not_waited_for_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
