@@ -16,6 +16,7 @@ import numpy.typing as npt
 from numba import types
 from numba.typed import Dict
 
+from kvstore_bench.flat.branches import ENDED, LEFT, grown, inherit, leave, new_branches, new_reach, use
 from kvstore_bench.flat.compiled import jit, jit_inline
 from kvstore_bench.flat.waits import (
     EDGES,
@@ -131,9 +132,11 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
     # ---- others who come to a context that waits, and branches left behind
     alone, extra = np.zeros(num_sessions, np.bool_), np.full(num_sessions, NO_INDEX, np.int64)
     others_counts, others_worth = np.zeros((3, K)), np.full(K, NO_INDEX, np.int64)
-    left_counts, left_worth = np.zeros((3, K)), np.full(K, NO_INDEX, np.int64)
-    left_bin = np.full(num_blocks, -1, np.int8)
-    left_since, left_index = np.zeros(num_blocks, np.int64), np.full(num_blocks, NO_INDEX, np.int64)
+    depth, only_kid = np.zeros(num_blocks, np.int32), np.zeros(num_blocks, np.int32)  # only_kid: xor of the kids
+    tree = (parent, kids, tips, users, depth)
+    branches, reach = new_branches(num_blocks), new_reach()
+    branch, leaf_of, left_bin, _, _, _, left_since, left_index = branches
+    has_ended = np.zeros(num_sessions, np.bool_)
     l_timers = [(np.int64(0), np.int64(0), np.int64(0))]
     l_timers.pop()
     keys = np.zeros(M, np.int64)
@@ -172,15 +175,10 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
             if k + 2 < K - 1:
                 heappush(s_timers, (began + EDGES[k + 2], k + 1, block, began))
         while len(l_timers) > 0 and l_timers[0][0] <= now:
-            due, began, block = heappop(l_timers)
-            k = left_bin[block]
-            if k < 0 or left_since[block] != began or due != began + EDGES[k + 1]:
-                continue
-            left_bin[block] = k + 1
-            expose_one(left_counts, left_worth, int(k + 1))
-            left_index[block] = left_worth[k + 1]
-            if k + 2 < K - 1:
-                heappush(l_timers, (began + EDGES[k + 2], began, block))
+            _, began, x = heappop(l_timers)
+            if leaf_of[x] >= 0 and left_since[x] == began:
+                left_bin[x] += 1
+                grown(int(x), tree, branches, reach, l_timers)
         # ---- the request ends its session's wait
         first = last[s] < 0
         known = length[s]
@@ -207,9 +205,8 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
         hits[r] = num_hits
         last[s] = r
         found = -1 if num_hits == 0 else ids[low + num_hits - 1]
-        if found >= 0 and left_bin[found] >= 0:
-            left_counts[0, left_bin[found]] += 1.0
-            left_bin[found] = -1
+        if found >= 0:
+            use(found, only_kid, tree, branches, reach)
         if first:
             newcomer = num_hits > 0 or full[r] == 1
             known = num_hits if num_hits > 0 else full[r] if newcomer else 0
@@ -243,7 +240,8 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
             b = ids[i]
             parent[b] = up
             resident[b] = True
-            kids[b] = 0
+            kids[b], only_kid[b] = 0, 0
+            depth[b] = i - low + 1
             size += 1
             if up >= 0:
                 if place[up] >= 0:
@@ -252,21 +250,15 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
                     leaves[place[up]] = moved
                     place[moved] = place[up]
                     place[up] = -1
-                    left_bin[up] = -1
                 kids[up] += 1
+                only_kid[up] ^= b
             up = b
         if high > low:
             tip = ids[high - 1]
             old = tip_of[s]
             put_tip(s, tip, tip_of, tips, heads, others)
-            went = old >= 0 and place[old] >= 0 and tips[old] == 0 and users[old] == 1 and left_bin[old] < 0
-            if went:
-                since = times[used[old]]
-                k = bin_of(now - since)
-                expose_one(left_counts, left_worth, k)
-                left_bin[old], left_since[old], left_index[old] = k, since, left_worth[k]
-                if k < K - 2:
-                    heappush(l_timers, (since + EDGES[k + 1], since, np.int64(old)))
+            if old >= 0 and place[old] >= 0 and tips[old] == 0 and users[old] == 1 and branch[old] < 0:
+                leave(old, times[used[old]], LEFT, now, tree, branches, reach, l_timers)
             used[tip] = r
             if kids[tip] == 0 and place[tip] < 0:
                 place[tip] = num_leaves
@@ -276,7 +268,10 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
         stop = activity[r]
         ended = signal_ends and ends[r]
         if ended:
+            old, has_ended[s] = tip_of[s], True
             put_tip(s, -1, tip_of, tips, heads, others)
+            if old >= 0 and place[old] >= 0 and tips[old] == 0 and users[old] == 1 and branch[old] < 0:
+                leave(old, times[used[old]], ENDED, now, tree, branches, reach, l_timers)
         elif stop != 0 or full[r] > 0:
             count = octave(num_waits[s], 1)
             known = min(known, length[s])
@@ -320,8 +315,8 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
                     value = worth_at(index[session[q]], bins[session[q]], now - start[session[q]])
                 if users[b] == 1 and value != NO_INDEX:
                     value = add_logs(value, extra[session[q]])
-                elif left_bin[b] >= 0:
-                    value = left_index[b]
+                elif branch[b] >= 0:
+                    value = left_index[branch[b]]
                 if users[b] >= 2:
                     value = add_logs(value, curves[user_class(users[b]), bin_of(now - arrival[b])])
                 if value < best_worth or (value == best_worth and q < best_used):
@@ -335,8 +330,9 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
             while True:
                 resident[b] = False
                 size -= 1
-                alike, left = users[b], left_bin[b] >= 0
-                left_bin[b] = -1
+                alike, x = users[b], branch[b]
+                if x >= 0:
+                    branch[b] = leaf_of[x] = -1
                 users[b] = 1
                 arrival[b] = -1
                 up = parent[b]
@@ -344,19 +340,21 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
                     lift_tips(b, -1, tip_of, tips, heads, others)
                     break
                 kids[up] -= 1
+                only_kid[up] ^= b
                 same = used[up] <= used[b] and (tips[up] > 0 or tips[b] == 0)
                 same = same and (tips[b] > 0 or tips[up] == 0)
                 lift_tips(b, up, tip_of, tips, heads, others)
                 used[up] = max(used[up], used[b])
                 if kids[up] > 0:
                     break
-                if left and tips[up] == 0 and users[up] == 1:
-                    since = times[used[up]]
-                    k = bin_of(now - since)
-                    left_bin[up], left_since[up], left_index[up] = k, since, left_worth[k]
-                    if k < K - 2:
-                        heappush(l_timers, (since + EDGES[k + 1], since, np.int64(up)))
-                if size <= capacity or left or not same or users[up] != alike or alike >= 2:
+                if tips[up] == 0 and users[up] == 1:
+                    worth = left_index[x] if x >= 0 else NO_INDEX
+                    same = x >= 0 and inherit(up, x, tree, branches, reach)
+                    if not same:
+                        kind = ENDED if has_ended[session[used[up]]] else LEFT
+                        leave(up, times[used[up]], kind, now, tree, branches, reach, l_timers)
+                    same = same and left_index[x] == worth
+                if size <= capacity or not same or users[up] != alike or alike >= 2:
                     place[up] = num_leaves
                     leaves[num_leaves] = up
                     num_leaves += 1

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from math import isfinite
 from typing import Any
 
-VERSION = 1
+VERSION = 2
 BYTES_MAX = 64 << 20
 """Of the unpacked text."""
 

@@ -4,8 +4,8 @@ Every session that isn't running is in a *wait* (see `resume`), described by wha
 told: why it stopped, its pace, how much it wrote, how long its context is, how much of it was new; and by what an
 agent may tell on top: the tool's name and how long it will take. The index of the wait is the worth of the session's
 blocks, and the chance that another session comes to the same context adds to it; prefixes that several sessions have
-used add the worth of new arrivals (see `shared`). Branches left behind are worth what such branches turned out to be
-(see `left`). What an ended session held alone goes first. Equal worth falls back on recency.
+used add the worth of new arrivals (see `shared`). Branches left behind, by a session that went elsewhere or ended, are
+worth what such branches turned out to be (see `left`). Equal worth falls back on recency.
 
     touch, signal --> wait begins / ends --> index[bin] --> heap of candidates, least (worth, last use) first
                       bin boundary passes ------^            re-keyed when the wait crosses into another octave
@@ -22,7 +22,7 @@ from kvstore.core.blocks import Block
 from kvstore.core.eviction import learned
 from kvstore.core.eviction.curve import INDEX_STEPS, NO_INDEX
 from kvstore.core.eviction.heap import BlockHeap
-from kvstore.core.eviction.left import LeftBranches
+from kvstore.core.eviction.left import ENDED, LEFT, Branch, LeftBranches
 from kvstore.core.eviction.resume import Key, ResumeModel, Wait
 from kvstore.core.eviction.shared import SharedPrefixes
 from kvstore.core.eviction.worth import NUM_CONTEXTS, SESSION_CONTEXT, Pace, add_logs, contexts
@@ -42,8 +42,8 @@ class SessionActivity:
         self._model = ResumeModel(NUM_CONTEXTS)
         self._shared = SharedPrefixes()
         self._left = LeftBranches()
-        self._inherits: Block | None = None
-        """Parent of a left leaf that has just been evicted."""
+        self._heir: tuple[Block, Branch] | None = None
+        """Parent of a left leaf that has just been evicted, and its branch."""
         self._heap: BlockHeap[tuple[int, int]] = BlockHeap()
         self._paces: dict[Session, Pace] = {}
         self._waits: dict[Session, Wait] = {}
@@ -87,23 +87,27 @@ class SessionActivity:
 
     def add(self, block: Block, now_ns: int) -> None:
         self._disown(block)
-        session = block.last_session
-        if session is not None and held(block):
+        session, heir = block.last_session, self._heir
+        self._heir = None
+        if session is not None and (block.num_tips or (block.kids and session.activity != Activity.ENDED)):
             self._owner[block] = session
             self._of.setdefault(session, {})[block] = None
-        elif self._inherits is block and block not in self._shared:
-            self._left.inherit(block, now_ns)
-        self._inherits = None
+        elif session is not None and block not in self._shared and block not in self._left:
+            if heir is not None and heir[0] is block:
+                self._left.inherit(block, heir[1])
+            if block not in self._left:
+                self._left_behind(block, session, now_ns)
         self._shared.watch(block, now_ns)
         self._heap.put(block, self._key(block, now_ns))
 
     def discard(self, block: Block, now_ns: int) -> None:
         self._disown(block)
-        self._left.drop(block)
+        self._left.evicted(block)
         self._heap.remove(block)
 
     def evicted(self, block: Block, now_ns: int) -> None:
-        self._inherits = block.parent if block in self._left else None
+        branch = self._left.evicted(block)
+        self._heir = None if branch is None or block.parent is None else (block.parent, branch)
         self.discard(block, now_ns)
         self._shared.forget(block)
 
@@ -123,10 +127,10 @@ class SessionActivity:
         """Is a new block of the session worth as much as the victim? While it runs its context counts by how its last
         wait began; a session that never waited is given the benefit of the doubt."""
         self._advance(now_ns)
-        if session.activity == Activity.ENDED:
-            return False
         wait = self._waits.get(session)
-        if wait is not None:
+        if session.activity == Activity.ENDED:
+            own = self._left.promise(1 if session.tip is None else session.tip.depth + 1)
+        elif wait is not None:
             own = add_logs(wait.worth, wait.extra)
         else:
             pace = self._paces.get(session)
@@ -191,6 +195,8 @@ class SessionActivity:
         pace = self._paces.pop(session, None)
         if pace is not None:
             self._leave(session, pace.tip, now_ns)
+            for block in list(self._of.get(session, ())):
+                self._leave(session, block, now_ns)
             for key in session_keys(session):
                 self._model.drop_context(SESSION_CONTEXT, key)
 
@@ -218,11 +224,19 @@ class SessionActivity:
         """A session's context, which reached to `tip` or to what is left of its path, may have gone elsewhere."""
         while tip is not None and not any(tip.residencies):
             tip = tip.parent
-        if tip is None or tip not in self._heap or held(tip):
+        if tip is None or tip not in self._heap or tip.num_tips or (tip.kids and session.activity != Activity.ENDED):
             return
-        if session.activity != Activity.ENDED and tip not in self._shared and tip not in self._left:
-            self._left.leave(tip, now_ns)
+        if tip not in self._shared and tip not in self._left:
+            self._left_behind(tip, session, now_ns)
         self._heap.put(tip, self._key(tip, now_ns))
+
+    def _left_behind(self, leaf: Block, session: Session, now_ns: int) -> None:
+        """Nobody holds the leaf: it ends a branch. O(length of the branch)."""
+        first = leaf
+        above = leaf.parent
+        while above is not None and len(above.kids) == 1 and not above.num_tips and above not in self._shared:
+            first, above = above, above.parent
+        self._left.leave(leaf, ENDED if session.activity == Activity.ENDED else LEFT, first.depth, now_ns)
 
     # ---- worth
 
@@ -236,10 +250,12 @@ class SessionActivity:
 
     def _own_worth(self, block: Block) -> int:
         """By the session that holds it, or by having been left."""
+        left = self._left.worth(block)
+        if left is not None:
+            return left
         session = block.last_session
         if session is None or not held(block):
-            left = self._left.worth(block)
-            return NO_INDEX if left is None else left
+            return NO_INDEX
         if session.activity == Activity.RUNNING:
             return RUNNING_INDEX
         wait = self._waits.get(session)
