@@ -19,10 +19,11 @@ from kvstore_engine import decode, graphs, paged
 from kvstore_engine.decode import Decoder
 from kvstore_engine.engine import Engine
 from kvstore_engine.executor import Executor, Work
+from kvstore_engine.model import wrap_model
 from kvstore_engine.pool import KVPool
 from kvstore_engine.recording import Recorder, RecordingCapturer
 from kvstore_engine.sampling import SamplingParams
-from kvstore_engine.testing import MemoryStore, tiny_config, tiny_model
+from kvstore_engine.testing import TINY, MemoryStore, tiny_config, tiny_model
 from kvstore_gpu.decode import PagedDecode
 from kvstore_gpu.errors import Unavailable
 from kvstore_gpu.kernels import HostKernels
@@ -186,6 +187,23 @@ def test_an_engine_restores_the_same_tokens(dtype: str) -> None:
     gate(3, dtype=dtype)
 
 
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Mistral"])
+def test_other_families_agree_with_exact_attention(family: str, recorder: RecordingCapturer) -> None:
+    import transformers
+
+    shape = {**TINY, "sliding_window": None} if family == "Mistral" else TINY
+    torch.manual_seed(1)
+    causal_lm = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**shape))
+    model = wrap_model(causal_lm, None, tiny_config(dtype="float32"), "5f" * 32, "5f" * 32)
+    found = []
+    for kind in ("exact", "paged"):
+        pool = KVPool(model.keyspace, 64 * model.keyspace.slot_bytes, model.device)
+        executor = Executor(model, pool, 8, 1, kind, "auto")
+        found.append(executor.decode(contexts(executor, [50, 3])))
+    assert recorder.num_replays > 0
+    assert torch.allclose(*found, atol=1e-5)
+
+
 # ---- captured steps --------------------------------------------------------------------------------------------------
 
 
@@ -248,6 +266,16 @@ def test_a_capture_that_fails_costs_speed_only(
     assert "capture failed (operation not permitted when stream is capturing" in caplog.text
     assert executor.decode(contexts(executor, [20])).isfinite().all()
     assert executor.decoder is not None and executor.decoder.replay is decode.no_graph
+
+
+def test_rope_that_looks_at_positions_is_not_captured(
+    recorder: RecordingCapturer, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = tiny_config()
+    model = tiny_model(config, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    pool = KVPool(model.keyspace, 64 * model.keyspace.slot_bytes, model.device)
+    assert Executor(model, pool, 8, 1, "paged", "auto").decoder is not None
+    assert "capture failed (operation not permitted when stream is capturing: aten.is_nonzero" in caplog.text
 
 
 def stale_inputs(decoder: Decoder) -> Callable[[Sequence[Work]], None]:
