@@ -43,8 +43,8 @@ def test_core_and_compiled_form_agree(kind: str) -> None:
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_prompts_asked_by_many_once_each_are_kept_like_by_lru(ends: bool) -> None:
-    """The case that a model of sessions alone gets wrong: nobody returns, yet every prompt is needed again. Whoever says
-    that a session ended doesn't say that nobody else will ask the same."""
+    """What a model of sessions alone gets wrong: nobody returns, yet every prompt is needed again. Who says that a
+    session ended doesn't say that nobody else will ask the same."""
     trace = hostile.make("echoes", 3)
     capacity = trace.num_blocks // 20
     hits = session_hits(trace, capacity, signal_ends=ends)
