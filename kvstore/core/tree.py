@@ -12,7 +12,9 @@ from kvstore.core.blocks import Block, Residency
 from kvstore.core.commands import Removed, SegmentFree, Stored
 from kvstore.core.leases import Lease
 from kvstore.core.state import FILLING, READY, Pool, Space, State, Tombstone
-from kvstore.core.types import BlockHash, Hashes, Slot
+from kvstore.core.types import NUM_TIERS, BlockHash, Hashes, Slot
+
+NO_COPIES: list[Residency | None] = [None] * NUM_TIERS
 
 MANY_KIDS = 8
 
@@ -76,9 +78,10 @@ def evictable(pool: Pool, block: Block, residency: Residency) -> bool:
     """May this copy go? Yes when another READY copy keeps the block readable; a last copy only if nothing needs it."""
     if residency.num_kids or residency.holds or residency.state is not READY:
         return False
-    for other in block.residencies:
-        if other is not None and other is not residency and other.state is READY:
-            return True
+    if block.residencies.count(None) < NUM_TIERS - 1:
+        for other in block.residencies:
+            if other is not None and other is not residency and other.state is READY:
+                return True
     if block.kids or block.leases:
         return False
     return pool.sink is None or abandoned(block)
@@ -98,11 +101,13 @@ def refresh(s: State, block: Block, now_ns: int) -> None:
         wanted = evictable(pool, block, residency)
         if wanted != residency.candidate:
             residency.candidate = wanted
-            policy = pool.policy(block.share)
-            pool.num_candidates[block.share] += 1 if wanted else -1
+            share = block.share
+            policy = pool.policy(share)
             if wanted:
+                pool.num_candidates[share] += 1
                 policy.add(block, now_ns)
             else:
+                pool.num_candidates[share] -= 1
                 policy.discard(block, now_ns)
         if pool.lower is not None:
             _refresh_dirty(pool, block, residency)
@@ -228,10 +233,7 @@ def _unlink(s: State, block: Block, parent: Block) -> None:
 
 def has_copies(block: Block) -> bool:
     """Does any tier hold a copy, readable or not?"""
-    for residency in block.residencies:  # noqa: SIM110 - a plain loop, as in `readable`
-        if residency is not None:
-            return True
-    return False
+    return block.residencies != NO_COPIES
 
 
 def _uncount(s: State, pool: Pool, block: Block, residency: Residency, now_ns: int) -> None:

@@ -54,6 +54,16 @@ class BlockHeap(Generic[K]):
             heappop(heap)
         return None
 
+    def first(self) -> Block | None:
+        """The block with the least key, left in place."""
+        heap, valid = self._heap, self._valid
+        while heap:
+            entry = heap[0]
+            if valid.get(entry[2]) == entry[1]:
+                return entry[2]
+            heappop(heap)
+        return None
+
     def _rebuild(self) -> None:
         valid = self._valid
         self._heap = [entry for entry in self._heap if valid.get(entry[2]) == entry[1]]

@@ -39,8 +39,7 @@ class LeafLRU:
         self._heap.remove(block)
 
     def victim(self, now_ns: int) -> Block | None:
-        top = self._heap.peek()
-        return None if top is None else top[1]
+        return self._heap.first()
 
     def score(self, block: Block, now_ns: int) -> float:
         return float(block.last_access_ns)

@@ -115,8 +115,7 @@ class SessionActivity:
 
     def victim(self, now_ns: int) -> Block | None:
         self._advance(now_ns)
-        top = self._heap.peek()
-        return None if top is None else top[1]
+        return self._heap.first()
 
     def score(self, block: Block, now_ns: int) -> float:
         """Expected tokens saved per token kept and second, at the best deadline; 0 for a block nobody holds."""

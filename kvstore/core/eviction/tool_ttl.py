@@ -58,8 +58,7 @@ class ToolTtl:
             block = heappop(self._until)[2]
             if block in self._heap:
                 self.add(block, now_ns)
-        top = self._heap.peek()
-        return None if top is None else top[1]
+        return self._heap.first()
 
     def score(self, block: Block, now_ns: int) -> float:
         """Seconds for which the block is still pinned."""
