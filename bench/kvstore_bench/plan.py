@@ -63,6 +63,16 @@ class Plan:
     target_p99: float
     reasons: list[str]
 
+    @property
+    def shown(self) -> Mix:
+        """The mix that words and pictures are about: the choice, or what comes closest to the target."""
+        return self.best or closest(self.mixes)
+
+
+def closest(mixes: list[Mix]) -> Mix:
+    """The least p99, at the least price."""
+    return min(mixes, key=lambda mix: (mix.ttft_p99, mix.usd_month))
+
 
 class Planner:
     """Evaluates mixes of one trace, model and node."""

@@ -86,11 +86,10 @@ def plan_page(plan: Plan, planner: Planner, about: str) -> Page:
     page.heading("What to buy, and why")
     page.bullets(plan.reasons)
     page.heading("Mixes")
-    best = plan.mixes.index(plan.best) if plan.best is not None else -1
-    page.table(HEAD, [cells(mix) for mix in plan.mixes], best)
+    page.table(HEAD, [cells(mix) for mix in plan.mixes], plan.mixes.index(plan.shown))
     page.heading("Tokens saved by cache size")
     page.svg(_curve(planner))
-    chosen = plan.best or max(plan.mixes, key=lambda mix: mix.tokens_saved)
+    chosen = plan.shown
     page.heading(f"Where tokens came from, with {chosen.dram_gib:,.0f} GiB DRAM and {chosen.nvme_gib:,.0f} GiB NVMe")
     page.svg(_sources(planner, chosen))
     page.heading("Inputs")

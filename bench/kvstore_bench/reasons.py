@@ -7,7 +7,7 @@ import numpy as np
 from kvstore_bench.hardware import GIB
 from kvstore_bench.losses import FIRST_SIGHT, GAPS
 from kvstore_bench.lossview import PHRASES
-from kvstore_bench.plan import Mix, Plan, Planner
+from kvstore_bench.plan import Mix, Plan, Planner, closest
 from kvstore_bench.report import short
 
 DEEP_TOKENS = 100_000
@@ -27,7 +27,7 @@ def reasons(mixes: list[Mix], best: Mix | None, planner: Planner, target_p99: fl
     trace, hw = planner.simulator.trace, planner.hardware
     ceiling = planner.simulator.point("infinite", trace.num_blocks).tokens
     bare = next(m for m in mixes if not m.dram_gib and not m.nvme_gib)
-    chosen = best or min(mixes, key=lambda m: m.ttft_p99)
+    chosen = best or closest(mixes)
     return [
         _closest(mixes, target_p99) if best is None else _choice(best, bare, target_p99),
         *_catches(planner, chosen),
@@ -71,10 +71,10 @@ def _choice(best: Mix, bare: Mix, target_p99: float) -> str:
 
 
 def _closest(mixes: list[Mix], target_p99: float) -> str:
-    near = min(mixes, key=lambda m: m.ttft_p99)
+    near = closest(mixes)
     worn = f" but writes {near.nvme_endurance_used:.3g}x what its drives endure" if near.nvme_endurance_used > 1 else ""
     sound = [m for m in mixes if m.nvme_endurance_used <= 1]
-    best = min(sound, key=lambda m: m.ttft_p99)
+    best = closest(sound)
     other = f" (without wearing drives out: {best.dram_gib:,.0f} GiB DRAM, {best.ttft_p99:.2f} s)" if worn else ""
     return (
         f"No mix meets a p99 of {target_p99:.2f} s. Closest, {near.dram_gib:,.0f} GiB DRAM and {near.nvme_gib:,.0f} "
