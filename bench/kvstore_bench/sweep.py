@@ -9,10 +9,12 @@ machine: slower by orders of magnitude, leaves only, and the only form of what n
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +30,7 @@ from kvstore_bench.traces.model import Trace
 
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]
+T = TypeVar("T")
 
 POLICIES = (
     "infinite",
@@ -82,11 +85,11 @@ class Simulator:
     def point(self, policy: str, capacity: int) -> Point:
         """One policy at one capacity (in blocks), simulated unless it was kept."""
         if self.kept is None:
-            return self._simulate(policy, capacity)
+            return aside(lambda: self._simulate(policy, capacity))
         key = point_key(self.digest, policy, capacity)
         found = self.kept.find(key)
         if found is None:
-            found = self._simulate(policy, capacity)
+            found = aside(lambda: self._simulate(policy, capacity))
             self.kept.add(key, self.trace.name, found)
         return found
 
@@ -142,6 +145,26 @@ class Simulator:
                     continue
                 fixed = self.point(policy, capacity)
                 yield fixed
+
+
+def aside(work: Callable[[], T]) -> T:
+    """Do the work in another thread, so that Ctrl-C gets through at once: compiled code doesn't hear of it, and a point
+    may take a minute. The thread is left to end with the process."""
+    done: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return done[0]
 
 
 def gap_closed(lru: float, optimum: float, value: float) -> float | None:

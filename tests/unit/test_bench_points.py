@@ -4,6 +4,9 @@ stopped run goes on. Cases: halves of the sessions and seeds."""
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import tarfile
 from dataclasses import replace
 from io import BytesIO
@@ -205,3 +208,50 @@ def test_counts_print_whole_and_measured_values_with_decimals() -> None:
     assert Row("ttft", 2.0, "s").text == "2.00 s"
     assert Row("half", 0.5, "blocks").text == "0.50 blocks"
     assert Row("gone", None, "s", note="no disk").text == "no disk"
+
+
+ENDLESS = """
+import signal, sys
+import numba, numpy as np
+from kvstore_bench.sweep import aside
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits it ignored
+
+
+@numba.njit(nogil=True)
+def spin(cells):
+    while cells[0] != 0:
+        cells[0] = (cells[0] * 3 + 1) | 1
+
+
+spin(np.zeros(1, np.int64))
+
+
+def work():
+    print("up", flush=True)
+    spin(np.ones(1, np.int64))
+
+
+try:
+    aside(work)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def test_control_c_gets_through_compiled_code() -> None:
+    child = subprocess.Popen([sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "up\n"
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=60)
+    assert (child.returncode, err) == (130, "")
+
+
+def test_what_fails_aside_fails_here() -> None:
+    def work() -> int:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        sweep.aside(work)
+    assert sweep.aside(lambda: 3) == 3
