@@ -115,6 +115,10 @@ class AsyncSession:
         """The agent waits for its user."""
         await self._client.run(self.sync.turn_end, output_tokens)
 
+    async def stopped(self, output_tokens: int = 0) -> None:
+        """The model stopped; what the agent does next isn't known."""
+        await self._client.run(self.sync.stopped, output_tokens)
+
     async def fork(self, session_id: str) -> AsyncSession:
         """A sub-agent that shares this context."""
         return AsyncSession(self._client, await self._client.run(self.sync.fork, session_id))

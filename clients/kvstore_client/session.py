@@ -94,6 +94,10 @@ class Session:
         """The agent waits for its user."""
         self._client.signal(self.id, Kind.TURN_END, output_tokens=output_tokens)
 
+    def stopped(self, output_tokens: int = 0) -> None:
+        """The model stopped, and the engine doesn't know whether for a tool or for the user."""
+        self._client.signal(self.id, Kind.STOPPED, output_tokens=output_tokens)
+
     def fork(self, session_id: str) -> Session:
         """A sub-agent that shares this context."""
         self._client.fork(self.id, session_id)

@@ -415,10 +415,11 @@ class Scheduler:
         self.counters.note_end(reason, job.usage)
         turn_end = job.request.on_end(job.stream.text)
         hold, job.hold, job.state = job.hold, None, State.DONE
+        # told before the context is copied down: whether it is worth room there depends on what the agent does next
+        self.turns.end(job.request.session, job.chain, turn_end, job.usage.completion_tokens)
         if hold is not None:
             self.hbm.drop_tail(hold, hold.num_sealed)
             self._offload(job, hold, lambda: None)
-        self.turns.end(job.request.session, job.chain, turn_end, job.usage.completion_tokens)
         job.request.on_event(EndEvent(reason, job.usage, tuple(job.output), job.stream.text, plan))
 
     def _take_out(self, job: Job) -> None:

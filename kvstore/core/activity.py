@@ -28,6 +28,7 @@ ACTIVITY_OF = {
     SignalKind.TOOL_START: Activity.TOOL_WAIT,
     SignalKind.TOOL_END: Activity.RUNNING,
     SignalKind.TURN_END: Activity.IDLE,
+    SignalKind.STOPPED: Activity.OPEN,
 }
 TOUCH_WALK_MAX = 64
 
@@ -83,7 +84,7 @@ def on_signal(s: State, e: Signal, now_ns: int) -> None:
     if session.activity == Activity.TOOL_WAIT and activity == Activity.RUNNING:
         s.foresight.wait_ended(session.tool, now_ns - session.since_ns)
     if activity == Activity.RUNNING and session.activity != Activity.RUNNING:
-        session.note_request(now_ns)
+        session.num_requests += 1
     session.activity = activity
     session.since_ns = session.touched_ns = now_ns
     session.tool = e.tool if e.kind == SignalKind.TOOL_START else ""
@@ -101,6 +102,7 @@ def on_fork(s: State, e: Fork, now_ns: int) -> None:
     if e.session in s.sessions:
         raise InvalidField("session_id", f"{e.session!r} is already open", "use another session id")
     child = _new_session(s, e.session, parent.space, parent, now_ns)
+    child.num_blocks, child.num_found = parent.num_blocks, parent.num_found
     set_tip(s, child, live(parent.tip), now_ns)
     s.out.append(SessionChanged(child))
 
@@ -109,6 +111,7 @@ def on_supersede(s: State, e: Supersede, now_ns: int) -> None:
     session = get_session(s, e.session)
     space = s.space_list[session.space]
     tip = block_at(space, e.hashes, match(space, e.hashes))
+    session.num_blocks = len(e.hashes)
     s.out.append(SessionChanged(session, set_tip(s, session, tip, now_ns)))
 
 
@@ -136,6 +139,7 @@ def on_recovered_session(s: State, e: RecoveredSession, now_ns: int) -> None:
     tip = space.blocks.get(e.tip) if e.tip is not None else None
     set_tip(s, session, tip, now_ns)
     if tip is not None:
+        session.num_blocks = tip.depth + 1
         touch(s, tip, session, now_ns)  # its wait begins anew: policies know nothing of it yet
 
 

@@ -19,6 +19,8 @@ class SignalKind(IntEnum):
     TOOL_START = 1
     TOOL_END = 2
     TURN_END = 3
+    STOPPED = 4
+    """The model stopped, and nobody knows what the agent does next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class Signal:
     tool: str = ""
     expected_ns: int = -1
     output_tokens: int = -1
-    """With TOOL_START and TURN_END: tokens that the model just wrote."""
+    """With TOOL_START, TURN_END and STOPPED: tokens that the model just wrote."""
 
 
 @dataclass(frozen=True, slots=True)

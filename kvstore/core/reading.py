@@ -11,7 +11,7 @@ from kvstore.core.moving import lose, promote, release_hold
 from kvstore.core.sessions import Session
 from kvstore.core.state import READY, FillOp, ReadOp, State
 from kvstore.core.tree import free_slot, live, match, refresh, unborrow
-from kvstore.core.types import LeaseId, OpId, Tier
+from kvstore.core.types import Activity, LeaseId, OpId, Tier
 from kvstore.core.writing import abort_fill
 from kvstore.errors import InvalidField
 
@@ -30,6 +30,9 @@ def on_acquire(s: State, e: Acquire, now_ns: int) -> None:
         expires = now_ns + min(e.ttl_ns, s.limits.lease_ttl_ns_max)
         lease_id = s.leases.grant(e.owner, space.index, block, session, expires).id
     if session is not None:
+        if session.activity != Activity.RUNNING:
+            session.num_requests += 1
+        session.num_blocks, session.num_found = len(e.hashes), count
         set_tip(s, session, block, now_ns)
     if block is not None:
         block.leases += 1

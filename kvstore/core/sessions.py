@@ -23,8 +23,8 @@ class Session:
         "activity",
         "expected_ns",
         "id",
-        "last_request_ns",
-        "mean_gap_ns",
+        "num_blocks",
+        "num_found",
         "num_requests",
         "output_tokens",
         "parent",
@@ -48,17 +48,11 @@ class Session:
         """How long the agent said the wait would take, from `since_ns`; -1 when it didn't say."""
         self.tip: Block | None = None
         self.touched_ns = now_ns
-        self.last_request_ns = -1
-        self.mean_gap_ns = -1.0
-        """Smoothed gap between this session's requests (exponential, factor 1/4); -1 before the second request."""
         self.num_requests = 0
+        """Turn starts, tool returns, and contexts asked for without either."""
+        self.num_blocks = 0
+        """Blocks of its context, as it last asked for it or wrote it; what is cached of them ends at `tip`."""
+        self.num_found = 0
+        """How many of them, from the first on, were cached when it last asked."""
         self.output_tokens = -1
         """How many tokens the model wrote in the turn that just ended; -1 when nobody said."""
-
-    def note_request(self, now_ns: int) -> None:
-        """Update pace on a new request (a turn start, or a tool's return)."""
-        if self.last_request_ns >= 0:
-            gap = float(now_ns - self.last_request_ns)
-            self.mean_gap_ns = gap if self.mean_gap_ns < 0 else self.mean_gap_ns + (gap - self.mean_gap_ns) / 4
-        self.last_request_ns = now_ns
-        self.num_requests += 1

@@ -15,7 +15,7 @@ from kvstore.core.activity import set_tip, still_open, touch
 from kvstore.core.blocks import Block, Residency
 from kvstore.core.commands import Adopted, Borrowed, Persisted, Reserved, ReserveStatus, Sealed, Sync
 from kvstore.core.events import Adopt, Borrow, GiveBack, Persist, Reserve, Seal, SyncDone
-from kvstore.core.moving import Room, clean, make_room, take_slots
+from kvstore.core.moving import Room, clean, make_room, release_hold, take_slots
 from kvstore.core.sessions import Session
 from kvstore.core.state import FILLING, READY, FillOp, PersistWait, Pool, Space, State, SyncOp, Waiter
 from kvstore.core.tree import add_kid, borrow, drop, free_slot, link, live, make_ready, place, refresh, unborrow
@@ -33,6 +33,8 @@ def on_reserve(s: State, e: Reserve, now_ns: int) -> None:
     if not 0 <= e.first <= len(e.hashes):
         raise InvalidField("first", f"{e.first} is outside the path", f"use 0 to {len(e.hashes)}")
     session = s.sessions.get(e.session) if e.session is not None else None
+    if session is not None:
+        session.num_blocks = max(session.num_blocks, len(e.hashes))
     op = FillOp(e.owner, space, pool, session, now_ns + min(e.ttl_ns, s.limits.lease_ttl_ns_max))
     op_id = s.new_op(op)
     count = len(e.hashes) - e.first
@@ -210,10 +212,15 @@ def on_seal(s: State, e: Seal, now_ns: int) -> None:
     if len(set(named)) < len(named):
         raise InvalidField("records", "a block is named twice", "seal or fail each granted block once")
     deepest: Block | None = None
+    held: list[tuple[Block, Residency]] = []  # no candidates before it is known whose context ends there
     for block_hash in e.failed:
         _drop_fill(s, op, op.blocks.pop(block_hash), now_ns)
     for block_hash in e.sealed:
         block = op.blocks.pop(block_hash)
+        copy = block.residencies[op.pool.tier]
+        if copy is not None and not copy.num_kids:
+            copy.holds += 1
+            held.append((block, copy))
         make_ready(s, block, op.pool, now_ns)
         if block.visible and (deepest is None or block.depth > deepest.depth):
             deepest = block
@@ -221,6 +228,8 @@ def on_seal(s: State, e: Seal, now_ns: int) -> None:
         del s.ops[e.op]
     if deepest is not None:
         _moved_on(s, op, deepest, now_ns)
+    for block, copy in held:
+        release_hold(s, block, copy, op.pool, now_ns)
     s.out.append(Sealed(len(e.sealed)))
 
 
@@ -381,8 +390,10 @@ def on_adopt(s: State, e: Adopt, now_ns: int) -> None:
         unborrow(s, lease, e.slot)
         there = place(s, block, pool, e.slot, 0, now_ns)
         block.last_session = lease.session
+        block.leases += 1
         make_ready(s, block, pool, now_ns)
-    block.leases += 1
+    else:
+        block.leases += 1
     lease.block = block
     if parent is not None:
         parent.leases -= 1
@@ -390,6 +401,7 @@ def on_adopt(s: State, e: Adopt, now_ns: int) -> None:
     refresh(s, block, now_ns)
     session = still_open(s, lease.session)
     if session is not None:
+        session.num_blocks = max(session.num_blocks, block.depth + 1)
         set_tip(s, session, block, now_ns)
     touch(s, block, session, now_ns)
     s.out.append(Adopted(there.slot, duplicate))

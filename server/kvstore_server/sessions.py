@@ -47,7 +47,7 @@ class SessionsService(rpcs.SessionsServicer):
     @rpc
     async def Signal(self, request: pb.SignalRequest, context: Context) -> Any:
         hint, expected_ns = _judge_hint(request.expected_s)
-        kind = events.SignalKind(request.kind)
+        kind = _kind(request.kind)
         written = request.output_tokens or -1
         event = events.Signal(session_id(request.session_id), kind, request.tool[:ID_MAX], expected_ns, written)
         changed = self._runtime.session_event(event)
@@ -104,6 +104,14 @@ class SessionsService(rpcs.SessionsServicer):
             )
 
         return self._runtime.read(read)
+
+
+def _kind(number: int) -> events.SignalKind:
+    try:
+        return events.SignalKind(number)
+    except ValueError:
+        known = ", ".join(f"{kind.value} ({kind.name})" for kind in events.SignalKind)
+        raise InvalidField("kind", f"{number} is unknown", f"use one of {known}") from None
 
 
 def _activity(name: str) -> Activity | None:

@@ -13,7 +13,7 @@ from kvstore.core.keyspace import Keyspace
 from kvstore.core.types import SLOT_ALIGN
 from kvstore.testing.service import ServiceProcess, wait_for
 from kvstore_bench.record import Recorder, follow
-from kvstore_bench.replay import KEYSPACE, Replayer, replay_machine
+from kvstore_bench.replay import KEYSPACE, Replayer, Turn, replay_machine
 from kvstore_bench.traces.load import load
 from kvstore_bench.traces.model import RawRequest, Stop, Trace, build
 from kvstore_bench.traces.own import write_file
@@ -82,16 +82,17 @@ class Live:
         """One request as an engine makes it; returns how many leading blocks were there."""
         session = self.client.session(name, TINY)
         session.chain = chain_of(ids)
-        if stop != Stop.UNKNOWN:
-            session.turn_start()
+        session.turn_start()
         with session.acquire() as lease:
             found = lease.num_blocks if lease is not None else 0
-            if found < len(ids):
-                session.offload(self.pool, range(len(ids)))
             if stop == Stop.TOOL:
                 session.tool_start("bash")
             elif stop == Stop.TURN:
                 session.turn_end()
+            else:
+                session.stopped()
+            if found < len(ids):
+                session.offload(self.pool, range(len(ids)))
         return found
 
 
@@ -114,7 +115,7 @@ def test_a_service_hits_what_its_simulation_hits(tmp_path: Path, policy: str, ma
                 if not ids:
                     continue
                 name = trace.session_names[trace.session[r]]
-                expected = replayer.use([replayer.hashes[i] for i in ids], name, stop, r + 1, False)
+                expected = replayer.use([replayer.hashes[i] for i in ids], name, Turn(stop, "", -1, False), r + 1)
                 assert live.use(ids, name, stop) == expected, f"request {r}"
                 hits += expected
             assert 0 < hits < trace.num_references, "something was found, something was evicted"

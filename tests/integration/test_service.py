@@ -206,6 +206,23 @@ def test_bad_input_names_the_field_and_the_mend(client: Client, call, error, wor
     assert "\n" not in str(caught.value)
 
 
+def test_signals_say_what_the_agent_does(client: Client) -> None:
+    from kvstore_api.v1 import kvstore_pb2 as pb
+
+    with client.session("s", KEYSPACE) as session:
+        for say, activity in (
+            (session.turn_start, "running"),
+            (session.stopped, "open"),
+            (lambda: session.tool_start("bash"), "tool_wait"),
+            (session.tool_end, "running"),
+            (session.turn_end, "idle"),
+        ):
+            say()
+            assert {s.session_id: s.activity for s in client.list_sessions()}["s"] == activity
+        with pytest.raises(InvalidField, match="kind: 9 is unknown"):
+            client._call(client._sessions.Signal, pb.SignalRequest(session_id="s", kind=9))  # type: ignore[arg-type]
+
+
 def test_records_of_another_layout_are_refused(client: Client) -> None:
     other = make_keyspace(num_layers=2)
     chain = TokenChain(KEYSPACE)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.core.eviction import make_policy
-from kvstore.core.types import Tier
 from kvstore_bench.flat import hostile
 from kvstore_bench.flat.learned import session_hits
 from kvstore_bench.flat.overlap import overlapped
-from kvstore_bench.flat.tree import replay
+from kvstore_bench.replay import replay_machine
 from kvstore_bench.sweep import Simulator
 
 SHARES = (0.005, 0.02, 0.1, 0.3)
@@ -32,13 +30,13 @@ def test_never_much_below_leaf_first_lru(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(hostile.KINDS))
-def test_core_and_compiled_form_agree(kind: str) -> None:
+def test_machine_and_compiled_form_agree(kind: str) -> None:
     trace = hostile.make(kind, 2, 500)
     for share in (0.02, 0.2):
         capacity = max(10, int(trace.num_blocks * share))
         for ends in (False, True):
-            pure = [hits.num_hits for hits in replay(trace, make_policy("session", Tier.DRAM), capacity, ends)]
-            assert pure == session_hits(trace, capacity, signal_ends=ends).tolist()
+            found = replay_machine(trace, "session", capacity, signal_ends=ends).hits
+            assert found.tolist() == session_hits(trace, capacity, signal_ends=ends).tolist()
 
 
 @pytest.mark.parametrize("ends", [False, True])

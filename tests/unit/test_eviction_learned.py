@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.core.eviction import learned
 from kvstore.core.eviction.session import SessionActivity
-from kvstore_bench.flat.tree import replay
+from kvstore_bench.replay import replay_machine
 from kvstore_bench.traces.model import RawRequest, Stop, Trace, build
 
 
@@ -28,7 +28,7 @@ def talks(seed: int, num_sessions: int = 120) -> Trace:
 
 
 def num_hits(policy: SessionActivity, trace: Trace, capacity: int = 60) -> int:
-    return sum(hits.num_hits for hits in replay(trace, policy, capacity))
+    return int(replay_machine(trace, policy, capacity).hits.sum())
 
 
 def taught() -> SessionActivity:

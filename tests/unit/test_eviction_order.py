@@ -55,6 +55,7 @@ def test_session_end_makes_its_blocks_the_first_victims() -> None:
     policy = make_policy("session", Tier.DRAM)
     first, second = (Session(SessionId(name), 0, None, 0) for name in "ab")
     first.activity = second.activity = Activity.IDLE
+    first.num_blocks = second.num_blocks = 1
     policy.signal(first, 0)
     policy.signal(second, 0)
     older, newer = make_block(1, 10, first), make_block(2, 20, second)
@@ -77,7 +78,7 @@ def test_heap_stays_bounded_under_many_key_changes() -> None:
 def test_session_admits_what_is_worth_as_much_as_the_victim() -> None:
     policy = SessionActivity()
     ended, idle = (Session(SessionId(name), 0, None, 0) for name in "ab")
-    idle.activity = Activity.IDLE
+    idle.activity, idle.num_blocks = Activity.IDLE, 2
     policy.signal(idle, 0)
     policy.add(make_block(1, 10, idle), 20)
     ended.activity = Activity.ENDED

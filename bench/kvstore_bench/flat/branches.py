@@ -97,7 +97,7 @@ def _expose(tables: Any, kind: int, length: int, num: int, k: int) -> None:
 
 
 @jit
-def _worth(tables: Any, kind: int, length: int, num: int, k: int) -> int:
+def index_of(tables: Any, kind: int, length: int, num: int, k: int) -> int:
     counts, parts, made, curves = tables
     mine = parts[kind]
     if mine[SINCE, 1] == 0.0:
@@ -137,7 +137,7 @@ def grown(x: int, tree: Any, branches: Any, tables: Any, timers: Any) -> None:
     _, leaf_of, bins, kinds, lengths, bases, sinces, indices = branches
     num, k = depth[leaf_of[x]] - bases[x], bins[x]
     _expose(tables, kinds[x], lengths[x], num, k)
-    indices[x] = _worth(tables, kinds[x], lengths[x], num, k)
+    indices[x] = index_of(tables, kinds[x], lengths[x], num, k)
     if k < K - 2:
         heappush(timers, (sinces[x] + EDGES[k + 1], sinces[x], np.int64(x)))
 
@@ -171,5 +171,5 @@ def inherit(leaf: int, x: int, tree: Any, branches: Any, tables: Any) -> bool:
     if depth[leaf] <= bases[x]:
         return False
     branch[leaf], leaf_of[x] = x, leaf
-    indices[x] = _worth(tables, kinds[x], lengths[x], depth[leaf] - bases[x], bins[x])
+    indices[x] = index_of(tables, kinds[x], lengths[x], depth[leaf] - bases[x], bins[x])
     return True

@@ -16,7 +16,18 @@ import numpy.typing as npt
 from numba import types
 from numba.typed import Dict
 
-from kvstore_bench.flat.branches import ENDED, LEFT, grown, inherit, leave, new_branches, new_reach, use
+from kvstore_bench.flat.branches import (
+    ENDED,
+    LEFT,
+    grown,
+    index_of,
+    inherit,
+    leave,
+    length_class,
+    new_branches,
+    new_reach,
+    use,
+)
 from kvstore_bench.flat.compiled import jit, jit_inline
 from kvstore_bench.flat.waits import (
     EDGES,
@@ -208,10 +219,9 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
         if found >= 0:
             use(found, only_kid, tree, branches, reach)
         if first:
-            newcomer = num_hits > 0 or full[r] == 1
-            known = num_hits if num_hits > 0 else full[r] if newcomer else 0
-            if newcomer:
-                if found >= 0 and users[found] == 1 and place[found] >= 0 and tips[found] > 0:
+            known = num_hits
+            if num_hits > 0:
+                if users[found] == 1 and place[found] >= 0 and tips[found] > 0:
                     x = session[used[found]]
                     if start[x] >= 0 and alone[x]:
                         if bins[x] == 0:
@@ -219,7 +229,7 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
                         others_counts[0, bins[x]] += 1.0
                         alone[x] = False
                 below_num, below_ns = 0, np.int64(-2)
-                for i in range(low + max(num_hits, 1) - 1, low - 1, -1):
+                for i in range(low + num_hits - 1, low - 1, -1):
                     b = ids[i]
                     if users[b] != below_num or arrival[b] != below_ns:
                         if users[b] >= 2:
@@ -253,12 +263,12 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
                 kids[up] += 1
                 only_kid[up] ^= b
             up = b
-        if high > low:
-            tip = ids[high - 1]
-            old = tip_of[s]
-            put_tip(s, tip, tip_of, tips, heads, others)
-            if old >= 0 and place[old] >= 0 and tips[old] == 0 and users[old] == 1 and branch[old] < 0:
-                leave(old, times[used[old]], LEFT, now, tree, branches, reach, l_timers)
+        tip = ids[high - 1] if high > low else -1
+        old = tip_of[s]
+        put_tip(s, tip, tip_of, tips, heads, others)
+        if old >= 0 and place[old] >= 0 and tips[old] == 0 and users[old] == 1 and branch[old] < 0:
+            leave(old, times[used[old]], LEFT, now, tree, branches, reach, l_timers)
+        if tip >= 0:
             used[tip] = r
             if kids[tip] == 0 and place[tip] < 0:
                 place[tip] = num_leaves
@@ -266,13 +276,7 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
                 num_leaves += 1
         # ---- a new wait begins
         stop = activity[r]
-        ended = signal_ends and ends[r]
-        if ended:
-            old, has_ended[s] = tip_of[s], True
-            put_tip(s, -1, tip_of, tips, heads, others)
-            if old >= 0 and place[old] >= 0 and tips[old] == 0 and users[old] == 1 and branch[old] < 0:
-                leave(old, times[used[old]], ENDED, now, tree, branches, reach, l_timers)
-        elif stop != 0 or full[r] > 0:
+        if high > low:
             count = octave(num_waits[s], 1)
             known = min(known, length[s])
             keys[0] = stop
@@ -300,8 +304,8 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
                 hazard[k] = predict(rows[s], pool, weights, signs, k)
             index_curve(hazard, index[s], 0)
             start[s] = now
-            alone[s] = high > low and users[ids[high - 1]] == 1
-            extra[s] = others_worth[0]
+            alone[s] = users[ids[high - 1]] == 1
+            extra[s] = max(others_worth[0], index_of(reach, ENDED, length_class(length[s]), length[s], 0))
             bins[s] = 0
             heappush(timers, (now + EDGES[1], now, np.int64(s)))
         # ---- evict the worst leaves until the tier fits
@@ -360,6 +364,12 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
                     num_leaves += 1
                     break
                 b = up
+        # ---- the session ends
+        if signal_ends and ends[r]:
+            old, has_ended[s], start[s] = tip_of[s], True, -1
+            put_tip(s, -1, tip_of, tips, heads, others)
+            if old >= 0 and place[old] >= 0 and tips[old] == 0 and users[old] == 1 and branch[old] < 0:
+                leave(old, times[used[old]], ENDED, now, tree, branches, reach, l_timers)
     return hits
 
 

@@ -40,7 +40,7 @@ REFRESH_ARRIVALS = shared.REFRESH_ARRIVALS
 # What needs no array of its own is the core's own function, compiled.
 octave = jit_inline(worth.octave)
 gap_octave = jit_inline(worth.gap_octave)
-add_logs = jit_inline(worth.add_logs)
+add_logs = jit_inline(curve.add_logs)
 bin_of = jit_inline(curve.bin_of)
 pooled = jit_inline(curve.pooled)
 clip = jit_inline(resume.clip)

@@ -63,6 +63,18 @@ def index_curve(hazard: list[float], first: int = 0) -> list[int]:
     return index
 
 
+def add_logs(one: int, other: int) -> int:
+    """Index steps of the sum of two rates."""
+    if one == NO_INDEX:
+        return other
+    if other == NO_INDEX:
+        return one
+    high, low = max(one, other), min(one, other)
+    if high - low > 16 * INDEX_STEPS:
+        return high
+    return high + round(INDEX_STEPS * log2(1.0 + 2.0 ** ((low - high) / INDEX_STEPS)))
+
+
 def bin_of(age_ns: int) -> int:
     """The octave of an age."""
     k = 0

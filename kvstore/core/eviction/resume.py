@@ -99,6 +99,9 @@ class Row:
         """[K] log-odds relative to the pool."""
 
 
+NOTHING_SEEN = Row()
+
+
 def clip(p: float) -> float:
     """Away from 0 and 1, where log-odds end."""
     return 1e-5 if p < 1e-5 else 0.999 if p > 0.999 else p
@@ -138,6 +141,15 @@ class ResumeModel:
         wait.alone, wait.extra = alone, self._others.worth[0]
         self._arm(wait)
         return wait
+
+    def promise(self, keys: list[Key]) -> int:
+        """What a wait with these contexts would be worth at its beginning, to its own session."""
+        return self._index([self._rows.get((number, key), NOTHING_SEEN) for number, key in enumerate(keys)], 0)[0]
+
+    @property
+    def company(self) -> int:
+        """What other sessions' use of a lone context is worth when its wait begins."""
+        return self._others.worth[0]
 
     def end(self, wait: Wait, now_ns: int) -> None:
         """The session came back. `advance(now_ns)` must have been called."""

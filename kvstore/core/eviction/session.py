@@ -18,14 +18,16 @@ Not for: caches without sessions or prefixes; there it is leaf-first LRU at a hi
 
 from __future__ import annotations
 
+from math import log2
+
 from kvstore.core.blocks import Block
 from kvstore.core.eviction import learned
-from kvstore.core.eviction.curve import INDEX_STEPS, NO_INDEX
+from kvstore.core.eviction.curve import INDEX_STEPS, NO_INDEX, add_logs
 from kvstore.core.eviction.heap import BlockHeap
 from kvstore.core.eviction.left import ENDED, LEFT, Branch, LeftBranches
 from kvstore.core.eviction.resume import Key, ResumeModel, Wait
 from kvstore.core.eviction.shared import SharedPrefixes
-from kvstore.core.eviction.worth import NUM_CONTEXTS, SESSION_CONTEXT, Pace, add_logs, contexts
+from kvstore.core.eviction.worth import NUM_CONTEXTS, SESSION_CONTEXT, Pace, contexts
 from kvstore.core.sessions import Session
 from kvstore.core.types import Activity
 
@@ -46,6 +48,8 @@ class SessionActivity:
         """Parent of a left leaf that has just been evicted, and its branch."""
         self._heap: BlockHeap[tuple[int, int]] = BlockHeap()
         self._paces: dict[Session, Pace] = {}
+        self._stops: dict[Activity | None, dict[Activity, int]] = {}
+        """How the last wait of a session began (None: it had none), and how many began how after that."""
         self._waits: dict[Session, Wait] = {}
         self._of: dict[Session, dict[Block, None]] = {}
         self._owner: dict[Block, Session] = {}
@@ -61,13 +65,12 @@ class SessionActivity:
             pace.tip = tip
             if pace.first:
                 pace.first = False
-                if tip.parent is None or tip.parent.last_session is not session:
+                if not pace.num_waits and session.num_found == tip.depth + 1:
                     self._arrive(tip, session, now_ns)
                     pace.known = tip.depth + 1
             if session.activity != Activity.RUNNING:
-                self._request(session, pace, now_ns)
-            pace.length = tip.depth + 1
-            if session.activity != Activity.RUNNING:
+                if session.num_requests != pace.num_requests:
+                    self._request(session, pace, now_ns)
                 self._begin(session, pace, now_ns)
             self._rekey(session, now_ns)
         if tip in self._heap:
@@ -77,12 +80,16 @@ class SessionActivity:
         self._advance(now_ns)
         if session.activity == Activity.ENDED:
             self._end(session, now_ns)
-        elif session.activity == Activity.RUNNING:
-            pace = self._pace(session)
-            self._request(session, pace, now_ns)
-            pace.started_ns = now_ns
         else:
-            self._begin(session, self._pace(session), now_ns)
+            pace = self._pace(session)
+            if session.tip is not pace.tip:
+                self._leave(session, pace.tip, now_ns)
+                pace.tip = session.tip
+            if session.activity == Activity.RUNNING:
+                self._request(session, pace, now_ns)
+                pace.started_ns = now_ns
+            else:
+                self._begin(session, pace, now_ns)
         self._rekey(session, now_ns)
 
     def add(self, block: Block, now_ns: int) -> None:
@@ -123,21 +130,35 @@ class SessionActivity:
         return 0.0 if worth == NO_INDEX else 2.0 ** (worth / INDEX_STEPS)
 
     def admits(self, session: Session, now_ns: int) -> bool:
-        """Is a new block of the session worth as much as the victim? While it runs its context counts by how its last
-        wait began; a session that never waited is given the benefit of the doubt."""
+        """Is a new block of the session worth as much as the victim? While it runs, its context counts by the wait to
+        come."""
         self._advance(now_ns)
+        top = self._heap.peek()
+        if top is None:
+            return True
         wait = self._waits.get(session)
         if session.activity == Activity.ENDED:
-            own = self._left.promise(1 if session.tip is None else session.tip.depth + 1)
+            own = self._left.promise(session.num_blocks)
         elif wait is not None:
             own = add_logs(wait.worth, wait.extra)
         else:
-            pace = self._paces.get(session)
-            if pace is None or pace.worth is None:
-                return True
-            own = pace.worth
-        top = self._heap.peek()
-        return top is None or own >= top[0][0]
+            own = self._promise(session, now_ns)
+        return own >= top[0][0]
+
+    def _promise(self, session: Session, now_ns: int) -> int:
+        """Worth of the wait to come, over the ways in which waits begin after one like the last; worked out once a
+        request."""
+        pace = self._pace(session)
+        known_by = pace.num_waits, session.num_blocks
+        if pace.promise is None or pace.promise[:2] != known_by:
+            runs = session.activity == Activity.RUNNING
+            stops = self._stops.get(pace.stop, {}) if runs else {session.activity: 1}
+            total, own = sum(stops.values()), NO_INDEX
+            for stop, count in stops.items():
+                worth = self._model.promise(contexts(session, pace, stop, now_ns))
+                own = add_logs(own, worth + round(INDEX_STEPS * log2(count / total)))
+            pace.promise = *known_by, add_logs(own, self._company(session)) if stops else RUNNING_INDEX
+        return pace.promise[2]
 
     # ---- over a restart
 
@@ -170,22 +191,39 @@ class SessionActivity:
 
     def _request(self, session: Session, pace: Pace, now_ns: int) -> None:
         """A new request of the session: its wait is over."""
-        wait = self._waits.get(session)
-        if wait is None or wait.start_ns == now_ns:
-            return
-        del self._waits[session]
-        self._model.end(wait, now_ns)
-        pace.note_gap(now_ns - wait.start_ns, now_ns)
+        pace.num_requests = session.num_requests
+        wait = self._waits.pop(session, None)
+        if wait is not None:
+            self._model.end(wait, now_ns)
+            pace.note_gap(now_ns - wait.start_ns, now_ns)
 
     def _begin(self, session: Session, pace: Pace, now_ns: int) -> None:
         """The session waits from now on, or what is known of its wait has changed."""
-        old = self._waits.get(session)
+        old = self._waits.pop(session, None)
         if old is not None:
             self._model.forget(old)
-        keys = contexts(session, pace, now_ns)
-        alone = session.tip is not None and session.tip not in self._shared
-        wait = self._waits[session] = self._model.begin(session, keys, now_ns, alone)
-        pace.worth = add_logs(wait.worth, wait.extra)
+        if not session.num_blocks:  # for nothing
+            pace.length = 0
+            return
+        if old is None:
+            counts = self._stops.setdefault(pace.stop, {})
+            counts[session.activity] = counts.get(session.activity, 0) + 1
+        pace.stop, pace.length = session.activity, session.num_blocks
+        keys = contexts(session, pace, session.activity, now_ns)
+        wait = self._waits[session] = self._model.begin(session, keys, now_ns, self._alone(session))
+        wait.extra = self._company(session)
+
+    def _company(self, session: Session) -> int:
+        """What others' use of a context is worth that is new: by what was seen of contexts whose session waits, or of
+        those whose session ended, since this one may end at once."""
+        return max(self._model.company, self._left.promise(session.num_blocks))
+
+    def _alone(self, session: Session) -> bool:
+        """Has nobody else used the end of its context?"""
+        tip = session.tip
+        if tip is None or tip.depth + 1 < session.num_blocks:
+            return session.num_blocks > 0
+        return tip not in self._shared
 
     def _end(self, session: Session, now_ns: int) -> None:
         wait = self._waits.pop(session, None)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from math import log2
 
 from kvstore.core.blocks import Block
-from kvstore.core.eviction.curve import INDEX_STEPS, NO_INDEX
 from kvstore.core.eviction.resume import Key
 from kvstore.core.sessions import Session
+from kvstore.core.types import Activity
 
 NUM_CONTEXTS = 10
 SESSION_CONTEXT = 6
@@ -20,7 +20,19 @@ NS = 1_000_000_000
 class Pace:
     """What a policy remembers of a session between its requests. Gaps in ns, lengths in blocks."""
 
-    __slots__ = ("first", "gap_ns", "known", "length", "mean_gap_ns", "num_waits", "started_ns", "tip", "worth")
+    __slots__ = (
+        "first",
+        "gap_ns",
+        "known",
+        "length",
+        "mean_gap_ns",
+        "num_requests",
+        "num_waits",
+        "promise",
+        "started_ns",
+        "stop",
+        "tip",
+    )
 
     def __init__(self) -> None:
         self.first = True
@@ -30,15 +42,20 @@ class Pace:
         """Smoothed wait, factor 1/4."""
         self.num_waits = 0
         self.length = 0
-        """Blocks of the context, by the latest touch."""
+        """Blocks of the context when the last wait began."""
+        self.num_requests = 0
+        """Requests of the session that are known here."""
         self.known = 0
         """Blocks that were there before the current request: of other sessions at first, then of its own."""
         self.started_ns = -1
         """When the current request began; -1 when unknown."""
         self.tip: Block | None = None
         """The deepest block of the latest touch."""
-        self.worth: int | None = None
-        """Of the context when its last wait began."""
+        self.stop: Activity | None = None
+        """How its last wait began."""
+        self.promise: tuple[int, int, int] | None = None
+        """What the wait to come is thought to be worth: (number of waits, length of the context) it was worked out for,
+        and the index."""
 
     def note_gap(self, gap_ns: int, now_ns: int) -> None:
         """A wait ended with a new request."""
@@ -62,12 +79,13 @@ def gap_octave(gap_ns: float) -> int:
     return min(20, max(1, int(log2(max(gap_ns / NS, 0.25))) + 3))
 
 
-def contexts(session: Session, pace: Pace, now_ns: int) -> list[Key]:
-    """[NUM_CONTEXTS] the classes a wait that begins now belongs to; their order is the model's numbering."""
-    stop = session.activity.value
+def contexts(session: Session, pace: Pace, activity: Activity, now_ns: int) -> list[Key]:
+    """[NUM_CONTEXTS] the classes a wait belongs to that begins now with `activity`; their order is the model's
+    numbering."""
+    stop, length = activity.value, session.num_blocks
     count = octave(pace.num_waits)
-    known = min(pace.known, pace.length)
-    written: int = getattr(session, "output_tokens", -1)
+    known = min(pace.known, length)
+    written = session.output_tokens
     if written >= 0:
         output, fine = octave(written), octave(written, 2)
     elif 0 <= pace.started_ns < now_ns:
@@ -82,21 +100,9 @@ def contexts(session: Session, pace: Pace, now_ns: int) -> list[Key]:
         (stop, gap_octave(pace.gap_ns)),
         (stop, count),
         (stop, output),
-        (stop, octave(pace.length, 2)),
+        (stop, octave(length, 2)),
         (stop, session.id),
-        (octave(pace.length - known), octave(known, 2)),
+        (octave(length - known), octave(known, 2)),
         (fine, count),
         (stop, session.tool, expected),
     ]
-
-
-def add_logs(one: int, other: int) -> int:
-    """Index steps of the sum of two rates."""
-    if one == NO_INDEX:
-        return other
-    if other == NO_INDEX:
-        return one
-    high, low = max(one, other), min(one, other)
-    if high - low > 16 * INDEX_STEPS:
-        return high
-    return high + round(INDEX_STEPS * log2(1.0 + 2.0 ** ((low - high) / INDEX_STEPS)))

@@ -392,10 +392,12 @@ class SignalRequest(_message.Message):
         TOOL_START: _ClassVar[SignalRequest.Kind]
         TOOL_END: _ClassVar[SignalRequest.Kind]
         TURN_END: _ClassVar[SignalRequest.Kind]
+        STOPPED: _ClassVar[SignalRequest.Kind]
     TURN_START: SignalRequest.Kind
     TOOL_START: SignalRequest.Kind
     TOOL_END: SignalRequest.Kind
     TURN_END: SignalRequest.Kind
+    STOPPED: SignalRequest.Kind
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     TOOL_FIELD_NUMBER: _ClassVar[int]
