@@ -232,7 +232,7 @@ def record(
     except KVStoreError as error:
         raise TraceError(address, str(error)) from None
     if not trace.num_requests:
-        raise TraceError(address, "no request of a session was seen", mend="record while agents work")
+        raise TraceError(address, "no request was seen", mend="record while agents work")
     write_file(trace, output)
     out.print(f"{output}: {describe(trace)}", markup=False, soft_wrap=True)
 

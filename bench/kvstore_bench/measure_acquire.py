@@ -22,9 +22,11 @@ from kvstore.core.hashing import TokenChain
 from kvstore.core.keyspace import Keyspace
 from kvstore.errors import InvalidField, SetupError
 from kvstore.testing.service import ServiceProcess
+from kvstore_bench.inputs import ROUNDS_MAX, check_places, check_whole
 from kvstore_bench.rows import EXIT_INVALID, Row, exit_status, show, write_json
 from kvstore_client import Client, HostPool
 
+LENGTH_MAX = 1 << 20
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 GOAL_LENGTH, GOAL_MS = 8192, 2.0
 EXTRA_MS_MIN = 0.05
@@ -142,10 +144,14 @@ def growth_row(lengths: Sequence[int], extras: Sequence[float]) -> Row:
 def run(rounds: int = 300, lengths: str = "", json: Path | None = None) -> int:
     """Acquire over the unix socket, by length of the context."""
     console = Console()
+    check_places(None, json)
+    check_whole("rounds", rounds, 1, ROUNDS_MAX)
     try:
         wanted = [int(text) for text in lengths.split(",")] if lengths else list(LENGTHS)
     except ValueError:
         raise InvalidField("lengths", repr(lengths), "give numbers of blocks such as 512,8192") from None
+    for length in wanted:
+        check_whole("lengths", length, 1, LENGTH_MAX)
     try:
         rows = measure(wanted, max(10, rounds), lambda text: console.print(text, style="dim", highlight=False))
     except SetupError as error:

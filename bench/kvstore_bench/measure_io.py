@@ -31,14 +31,15 @@ from rich.console import Console
 
 from kvstore.core.record import NO_PARENT, Record
 from kvstore.core.types import BlockHash, KeyspaceId, Slot
-from kvstore.errors import InvalidField, SetupError
-from kvstore.sizes import format_bytes, parse_bytes
+from kvstore.errors import SetupError
+from kvstore.sizes import format_bytes
 from kvstore.tiers.arena import Arena
 from kvstore.tiers.datadir import DataDir
 from kvstore.tiers.files import probe_direct
 from kvstore.tiers.index_lmdb import Entry
 from kvstore.tiers.transfer import Copy, File, Memory, Priority, TransferEngine, checksums_of
 from kvstore_bench import raw_io
+from kvstore_bench.inputs import ROUNDS_MAX, block_sizes, check_places, check_whole
 from kvstore_bench.rows import EXIT_INVALID, Row, exit_status, show, write_json
 
 Bytes = npt.NDArray[np.uint8]
@@ -294,12 +295,11 @@ def scratch(parent: Path) -> Iterator[Path]:
 def run(rounds: int = 5, sizes: str = "2MiB,5MiB,64KiB", data_dir: Path | None = None, json: Path | None = None) -> int:
     """Every data path of this machine against its limit, measured in the same run."""
     console = Console()
+    check_places(data_dir, json)
+    check_whole("rounds", rounds, 1, ROUNDS_MAX)
+    wanted = block_sizes(sizes, SEGMENT_BYTES)
     try:
-        wanted = [parse_bytes(text) for text in sizes.split(",")]
-    except ValueError as error:
-        raise InvalidField("sizes", str(error), "give block sizes such as 2MiB,64KiB") from None
-    try:
-        rows = measure(max(1, rounds), wanted, data_dir or Path.cwd(), console)
+        rows = measure(rounds, wanted, data_dir or Path.cwd(), console)
     except SetupError as error:
         console.print(f"invalid: {error}", style="red")
         return EXIT_INVALID

@@ -26,14 +26,16 @@ from statistics import median
 from rich.console import Console
 
 from kvstore.errors import InvalidField, SetupError
-from kvstore.sizes import format_bytes, parse_bytes
+from kvstore.sizes import format_bytes
 from kvstore.tiers.files import probe_direct
+from kvstore_bench.inputs import ROUNDS_MAX, block_sizes, check_places, check_whole
 from kvstore_bench.measure_io import scratch, timed
 from kvstore_bench.peers import files, lmcache_local, lmcache_server, mooncake, ours, redis_server
 from kvstore_bench.peers.blocks import Blocks, keyspace_of
 from kvstore_bench.peers.store import Goal, Peer, PeerFailed, Store
 from kvstore_bench.rows import EXIT_INVALID, Row, exit_status, show, write_json
 
+NUM_BLOCKS_MAX = 1 << 20
 PEERS: list[Peer] = [*mooncake.PEERS, *lmcache_local.PEERS, *redis_server.PEERS, *files.PEERS]
 SMALL_BYTES, SMALL_SHARE = 64 << 10, 0.75
 
@@ -185,13 +187,13 @@ def run(
     --num-blocks counts blocks of the first size; others get as many bytes. --only: words of peers' names.
     """
     console = Console()
-    try:
-        wanted = [parse_bytes(text) for text in sizes.split(",")]
-    except ValueError as error:
-        raise InvalidField("sizes", str(error), "give block sizes such as 2MiB,64KiB") from None
+    check_places(data_dir, json)
+    check_whole("rounds", rounds, 1, ROUNDS_MAX)
+    check_whole("num_blocks", num_blocks, 8, NUM_BLOCKS_MAX)
+    wanted = block_sizes(sizes, 2 << 20)
     try:
         with _work_folder(data_dir) as folder:
-            rows = measure(max(1, rounds), wanted, max(8, num_blocks), only, folder, console)
+            rows = measure(rounds, wanted, num_blocks, only, folder, console)
     except SetupError as error:
         console.print(f"invalid: {error}", style="red")
         return EXIT_INVALID

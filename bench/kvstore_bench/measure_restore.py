@@ -17,9 +17,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvstore.errors import InvalidField, SetupError
+from kvstore.errors import SetupError
 from kvstore.testing.service import ServiceProcess
 from kvstore_bench.demo_script import load_text, start
+from kvstore_bench.inputs import ROUNDS_MAX, check_places, check_whole
 from kvstore_bench.rows import EXIT_INVALID, Row, exit_status, show, write_json
 from kvstore_engine.client_store import ServiceStore
 from kvstore_engine.config import EngineConfig, engine_config
@@ -42,8 +43,9 @@ def run(
     json: Path | None = None,
 ) -> int:
     """Restored contexts against recomputed ones: time to the first token."""
-    if not 64 <= tokens <= 8000 or rounds < 1:
-        raise InvalidField("tokens, rounds", "out of range", "use 64 to 8000 tokens and at least one round")
+    check_places(data_dir, json)
+    check_whole("tokens", tokens, 64, 8000)
+    check_whole("rounds", rounds, 1, ROUNDS_MAX)
     console = Console()
     config = engine_config(threads=threads, restore_plan="always")
     model = load_model(config)
