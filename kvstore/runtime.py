@@ -357,7 +357,7 @@ class Runtime:
             keyspace = self.machine.space_at(answer.session.space).id
         detail = type(event).__name__.lower()
         if isinstance(event, events.Signal):
-            detail = f"{event.kind.name.lower()} {event.tool}".rstrip()
+            detail = f"{event.kind.name.lower()} {max(0, event.output_tokens)} {event.tool}".rstrip()
         elif isinstance(event, events.Fork):
             detail = f"fork {event.parent}"
         self.journal.session(answer.session.id, detail, keyspace)

@@ -222,15 +222,11 @@ def record(
     block_tokens: Annotated[int, typer.Option("--block-tokens", help="tokens per block of its keyspace", min=1)] = 32,
 ) -> None:
     """A running service's sessions, requests and hashes as a trace in the own format."""
-    from kvstore.errors import KVStoreError
     from kvstore_bench.record import record as watch
     from kvstore_bench.traces.own import write_file
 
     check_outputs(output)
-    try:
-        trace = watch(address, seconds, block_tokens, output.name)
-    except KVStoreError as error:
-        raise TraceError(address, str(error)) from None
+    trace = watch(address, seconds, block_tokens, output.name)
     if not trace.num_requests:
         raise TraceError(address, "no request was seen", mend="record while agents work")
     write_file(trace, output)

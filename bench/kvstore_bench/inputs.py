@@ -8,8 +8,11 @@ from pathlib import Path
 from kvstore.errors import InvalidField
 from kvstore.sizes import format_bytes, parse_bytes
 from kvstore_bench.terminal import check_outputs
+from kvstore_gpu.doctor import filesystem
 
 PAGE_BYTES = 4096
+MOUNTS = Path("/proc/self/mountinfo")
+NO_DISK = ("devtmpfs", "proc", "ramfs", "sysfs", "tmpfs")
 ROUNDS_MAX = 1_000_000
 
 
@@ -29,6 +32,8 @@ def check_places(data_dir: Path | None, json: Path | None) -> None:
         raise InvalidField("data_dir", f"{data_dir} is no folder", "make it, or name another on the disk to measure")
     if not os.access(data_dir, os.W_OK | os.X_OK):
         raise InvalidField("data_dir", f"{data_dir} can't be written", "name a folder that you may write")
+    if filesystem(data_dir.resolve(), MOUNTS.read_text()) in NO_DISK:
+        raise InvalidField("data_dir", f"{data_dir} lies on no disk", "name a folder on the disk to measure")
 
 
 def block_sizes(text: str, largest: int) -> list[int]:

@@ -2,14 +2,13 @@
 
     Watch --> SNAPSHOT, STORED: parent of each block       --> paths
           --> SESSION "acquire 120 96" + two hashes        --> a request: 120 blocks, 96 of them found
-          --> SESSION "tool_start bash", "turn_end", ...   --> why the session's latest request stopped, or its end
+          --> SESSION "tool_start 52 bash", "fork a", ...  --> why the session's latest request stopped, or its end
 
 A request names the last block it asked for; its path is read off the parents once the missing blocks were stored. What
 was never stored (no room, or nobody offloaded it) gets numbers of its own, so lengths are right. Tokens behind the last
 full block are not announced and so not recorded.
 
-A request without a session continues the one whose context its own begins with (as with chat logs), or starts one. A
-fork's parent is the session whose context the fork's first request begins with, unless the event names it.
+A request without a session continues the one whose context its own begins with (as with chat logs), or starts one.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from kvstore_bench.traces.model import RawRequest, Stop, Trace, build
 from kvstore_client import Client
 
 HASH_BYTES = 16
-STOPS = {"tool_start": Stop.TOOL, "turn_end": Stop.TURN}
+STOPS = {"tool_start": Stop.TOOL, "turn_end": Stop.TURN, "stopped": Stop.UNKNOWN}
 RETRY_S = 0.2
 
 
@@ -43,17 +42,15 @@ class _Asked:
     found: bytes
     stop: Stop = Stop.UNKNOWN
     tool: str = ""
+    output_tokens: int = 0
     end: bool = False
     parent: str = ""
-    is_fork: bool = False
-    """The first request of a fork."""
 
 
 @dataclass
 class _Ends:
-    """Where contexts ended so far: finds the session that a path continues."""
+    """Where contexts of nobody's ended so far: finds the session that a path continues."""
 
-    named: dict[bytes, str] = field(default_factory=dict)
     nameless: dict[bytes, str] = field(default_factory=dict)
     num_threads: int = 0
 
@@ -66,11 +63,6 @@ class _Ends:
         self.nameless[path[-1]] = found
         return found
 
-    def parent(self, path: list[bytes], session: str) -> str:
-        """The session that a fork's first path comes from; empty when none is known."""
-        names = (self.named.get(block, "") for block in reversed(path))
-        return next((name for name in names if name not in ("", session)), "")
-
 
 @dataclass
 class Recorder:
@@ -80,7 +72,7 @@ class Recorder:
     asked: list[_Asked] = field(default_factory=list)
     latest: dict[str, _Asked] = field(default_factory=dict)
     forks: dict[str, str] = field(default_factory=dict)
-    """Forks that haven't asked for anything yet, and their parent's name where it was said."""
+    """Parents of forks that haven't asked for anything yet."""
     sequence: int = 0
 
     def take(self, event: pb.IndexEvent) -> None:
@@ -99,7 +91,6 @@ class Recorder:
             if hashes:
                 found = hashes[1] if len(hashes) > 1 else b""
                 request = _Asked(event.time_ns, event.session_id, int(rest.split()[0]), hashes[0], found)
-                request.is_fork = event.session_id in self.forks
                 request.parent = self.forks.pop(event.session_id, "")
                 self.asked.append(request)
                 if event.session_id:
@@ -112,7 +103,8 @@ class Recorder:
         if request_or_none is None:
             return
         if what in STOPS:
-            request_or_none.stop, request_or_none.tool = STOPS[what], rest
+            written, _, request_or_none.tool = rest.partition(" ")
+            request_or_none.stop, request_or_none.output_tokens = STOPS[what], int(written)
         elif what == "endsession":
             request_or_none.end = True
             del self.latest[event.session_id]
@@ -124,20 +116,16 @@ class Recorder:
 
     def _request(self, asked: _Asked, ends: _Ends, block_tokens: int) -> RawRequest:
         path = self._path(asked)
-        session, parent = asked.session or ends.thread(path), asked.parent
-        if asked.is_fork and not parent:
-            parent = ends.parent(path, session)
-        if asked.session:
-            ends.named[path[-1]] = session
         return RawRequest(
             time_ns=asked.time_ns,
-            session=session,
+            session=asked.session or ends.thread(path),
             ids=np.array([_number(h) for h in path], np.int64),
             input_tokens=asked.num_blocks * block_tokens,
+            output_tokens=asked.output_tokens,
             stop=asked.stop,
             tool=asked.tool,
             end=asked.end,
-            parent=parent,
+            parent=asked.parent,
         )
 
     def _path(self, asked: _Asked) -> list[bytes]:

@@ -48,6 +48,9 @@ class Descriptors:
             connection.connect(path)
             self._connection = _Connection(connection)
             answer, fd = self._connection.ask({"want": "arena"})
+        except (FileNotFoundError, ConnectionRefusedError):
+            socket_path = path.removesuffix(".fd")
+            raise Unavailable(f"service: none answers at unix:{socket_path}; start one, or name its socket") from None
         except (OSError, ValueError) as error:
             raise Unavailable(f"descriptors: {path}: {error}") from None
         if fd is None:

@@ -24,6 +24,7 @@ IO, ACQUIRE, PEERS = measure_io.run, measure_acquire.run, measure_peers.run
         (IO, {"sizes": ""}, "sizes"),
         (IO, {"rounds": 0}, "rounds"),
         (IO, {"data_dir": Path("/nonexistent")}, "data_dir"),
+        (IO, {"data_dir": Path("/proc")}, "data_dir"),
         (ACQUIRE, {"lengths": "-5"}, "lengths"),
         (ACQUIRE, {"lengths": "999999999999"}, "lengths"),
         (ACQUIRE, {"rounds": -1}, "rounds"),

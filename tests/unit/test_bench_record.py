@@ -40,30 +40,31 @@ def test_requests_without_a_session_continue_the_context_they_begin_with() -> No
         stored(1, 2, 3),
         said(4, "", "acquire 3 2", 4, 2),  # a branch of the same context
         stored(1, 2, 4),
-        said(5, "", "turn_end"),  # nobody's
+        said(5, "", "turn_end 7"),  # nobody's
     ).trace("t", 16)
     assert [trace.session_names[s] for s in trace.session] == ["nameless-1", "nameless-2", "nameless-1", "nameless-1"]
     assert trace.ids.tolist() == [0, 1, 2, 0, 1, 3, 0, 1, 4]
     assert trace.stop.tolist() == [Stop.UNKNOWN] * 4
 
 
-def test_a_forks_parent_is_told_from_its_first_context_or_from_the_event() -> None:
+def test_a_forks_first_request_names_its_parent() -> None:
     trace = recorded(
         said(1, "a", "acquire 2 0", 2),
         stored(1, 2),
         said(2, "b", "acquire 1 0", 9),
         stored(9),
-        said(3, "child", "fork"),
+        said(3, "child", "fork a"),
         said(4, "child", "acquire 3 2", 3, 2),
         stored(1, 2, 3),
         said(5, "named", "fork b"),
         said(6, "named", "acquire 1 1", 9, 9),
         said(7, "child", "acquire 3 3", 3, 3),
-        said(8, "stray", "fork"),
-        said(9, "stray", "acquire 1 0", 77),
+        said(8, "named", "tool_start 52 read file"),
     ).trace("t", 16)
     parents = {trace.session_names[s]: trace.session_names[p] for s, p in enumerate(trace.parent) if p >= 0}
     assert parents == {"child": "a", "named": "b"}
+    assert trace.output_tokens.tolist() == [0, 0, 0, 52, 0]
+    assert trace.tool_names == ["read file"] and trace.stop.tolist()[3] == Stop.TOOL
 
 
 def test_what_was_never_stored_counts_with_its_length() -> None:
