@@ -128,6 +128,12 @@ class ServiceConfig(BaseSettings):
 
     dram_policy: Policy = Field(default="session", description="eviction policy of DRAM")
     nvme_policy: Policy = Field(default="session", description="eviction policy of NVMe")
+    recompute_doubles_at: int = Field(
+        default=0,
+        ge=0,
+        description="tokens into a context at which one more takes twice as long to compute as the first: blocks then "
+        "count by the time they save (`kvstore bench plan` says it for a model); 0: all tokens count alike",
+    )
     write_behind_watermark: float = Field(
         default=0.7, ge=0, le=1, description="share of DRAM without a copy on NVMe above which blocks are copied down"
     )

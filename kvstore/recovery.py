@@ -25,11 +25,15 @@ Step = Callable[[events.Event], Any]
 
 
 def recover(
-    data: DataDir, machine: Machine, step: Step, progress: Callable[[int, int], None] | None
+    data: DataDir,
+    machine: Machine,
+    step: Step,
+    recompute_doubles_at: int,
+    progress: Callable[[int, int], None] | None,
 ) -> dict[KeyspaceId, Keyspace]:
     """Feed what is stored to the machine. Returns the keyspaces known now."""
     shrink(data.slab, data.index)
-    keyspaces = _recover_keyspaces(data, step)
+    keyspaces = _recover_keyspaces(data, step, recompute_doubles_at)
     entries = sorted(data.recover(progress), key=lambda e: e.record.depth)
     for start in range(0, len(entries), BATCH):
         _recover_blocks(entries[start : start + BATCH], keyspaces, step)
@@ -41,12 +45,18 @@ def recover(
     return keyspaces
 
 
-def _recover_keyspaces(data: DataDir, step: Step) -> dict[KeyspaceId, Keyspace]:
+def registration(keyspace: Keyspace, recompute_doubles_at: int) -> events.RegisterKeyspace:
+    """`recompute_doubles_at`: in tokens, 0 when they all count alike."""
+    doubles_at = -(-recompute_doubles_at // keyspace.block_tokens)
+    return events.RegisterKeyspace(keyspace.id, keyspace.slot_bytes, keyspace.tenant, doubles_at)
+
+
+def _recover_keyspaces(data: DataDir, step: Step, recompute_doubles_at: int) -> dict[KeyspaceId, Keyspace]:
     found: dict[KeyspaceId, Keyspace] = {}
     for keyspace_id, encoding in data.index.keyspaces().items():
         try:
             keyspace = Keyspace.decode(encoding)
-            step(events.RegisterKeyspace(keyspace_id, keyspace.slot_bytes, keyspace.tenant))
+            step(registration(keyspace, recompute_doubles_at))
         except InvalidField as error:
             log.warning("keyspace %s dropped: %s", keyspace_id.hex()[:16], error)
             continue

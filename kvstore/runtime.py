@@ -43,7 +43,7 @@ from kvstore.lessons import KEEP_EVERY_S, keep, lessons
 from kvstore.metrics import Metrics, Rows
 from kvstore.parts import limits_of, open_arena, open_data, start_scrubber, tiers_of
 from kvstore.records import Records
-from kvstore.recovery import recover, session_rows
+from kvstore.recovery import recover, registration, session_rows
 from kvstore.retire import older_than, retire
 from kvstore.scrubber import Scrubber
 from kvstore.tiers.arena import Huge
@@ -101,7 +101,7 @@ class Runtime:
         self.records = Records(self.machine, self.data.index if self.data is not None else None)
         self.hands = Hands(self.arena, self.data, self.engine, self.records, self.metrics, self._step, self.read)
         if self.data is not None:
-            self._keyspaces = recover(self.data, self.machine, self._step, progress)
+            self._keyspaces = recover(self.data, self.machine, self._step, config.recompute_doubles_at, progress)
             self._scrubber = start_scrubber(config, self.data, self.engine, self._step, self.metrics)
         self.metrics.gauges(self._gauges)
         self._ticker = threading.Thread(target=self._tick_loop, name="kvstore-ticker", daemon=True)
@@ -177,7 +177,7 @@ class Runtime:
         with self._lock:
             known = keyspace.id in self._keyspaces
             if not known:
-                self._step_locked(events.RegisterKeyspace(keyspace.id, keyspace.slot_bytes, keyspace.tenant))
+                self._step_locked(registration(keyspace, self.config.recompute_doubles_at))
                 self._keyspaces[keyspace.id] = keyspace
         if not known:
             self._retire_older(keyspace)

@@ -56,12 +56,12 @@ def asked_for(
     resume: Path | None = None,
 ) -> Asked:
     """Check what was asked. Raises TraceError that names the option."""
-    token_bytes = load_model(model, kv_dtype).kv_bytes_per_token if model else 0
+    known = load_model(model, kv_dtype) if model else None
     halves = tuple(dict.fromkeys(word.strip() for word in sessions.split(",")))
     for word in halves:
         if word not in CHOICES:
             raise TraceError("--sessions", f"{word!r} is unknown", mend=f"use {', '.join(CHOICES)}, or even,odd")
-    return Asked(options, form, lenient, parse_seeds(seeds), halves, resume, token_bytes)
+    return Asked(options, form, lenient, parse_seeds(seeds), halves, resume, known)
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
@@ -105,7 +105,7 @@ def hitrate(
     check_outputs(json, html)
     options = ReadOptions(span_hours * HOUR_S, seed, block_tokens, tokenizer)
     asked = asked_for(options, form, lenient, model, kv_dtype, seeds, sessions, resume)
-    sweep_command(trace, check_policies(policy), capacity, asked, losses, json, html)
+    sweep_command(trace, check_policies(policy, model), capacity, asked, losses, json, html)
 
 
 @app.command()
@@ -140,7 +140,7 @@ def compare(
     options = ReadOptions(span_hours * HOUR_S, seed, block_tokens, tokenizer)
     asked = asked_for(options, form, lenient, model, kv_dtype, seeds, sessions, resume)
     if not gap_closed:
-        return sweep_command(trace, check_policies(policy), capacity, asked, losses, json, html)
+        return sweep_command(trace, check_policies(policy, model), capacity, asked, losses, json, html)
     if policy != ["all"] or html is not None:
         raise TraceError("--gap-closed", "compares its own four policies, on the terminal and in --json", mend=GAP_MEND)
     gap_command(trace, capacity, asked, losses, json)
@@ -175,10 +175,10 @@ def plan(
     check_outputs(json, html)
     options = ReadOptions(span_hours * HOUR_S, seed, block_tokens, tokenizer)
     known_model, node = load_model(model, kv_dtype), load_hardware(hardware)
-    check_policies([policy])
+    check_policies([policy], model)
     loaded = only(read(trace, options, form, lenient), sessions)
     with finished_points(resume) as kept, progress() as bar:
-        planner = Planner(Simulator(loaded, kept), known_model, node, policy)
+        planner = Planner(Simulator(loaded, kept, known_model), known_model, node, policy)
         task = bar.add_task("planning", total=len(planner.grid()))
         result = decide(list(planner.evaluate(lambda: bar.advance(task))), planner, target_ttft)
         page = plan_page(result, planner, describe(loaded)) if html is not None else None
@@ -233,13 +233,15 @@ def record(
     out.print(f"{output}: {describe(trace)}", markup=False, soft_wrap=True)
 
 
-def check_policies(names: list[str]) -> list[str]:
-    """`all` becomes all of them. Raises TraceError for an unknown one."""
-    from kvstore_bench.sweep import MACHINE_POLICIES, POLICIES
+def check_policies(names: list[str], model: str) -> list[str]:
+    """`all` becomes all of them. Raises TraceError for an unknown one, and for one that needs a model without it."""
+    from kvstore_bench.sweep import BY_TIME, MACHINE_POLICIES, POLICIES
 
     if names == ["all"]:
-        return list(POLICIES)
+        return [name for name in POLICIES if model or name not in BY_TIME]
     for name in names:
+        if name in BY_TIME and not model:
+            raise TraceError("--policy", f"{name} counts computing time", mend="name the model with --model")
         if name not in POLICIES and name not in MACHINE_POLICIES:
             known = ", ".join(POLICIES + MACHINE_POLICIES)
             raise TraceError("--policy", f"unknown policy {name!r}", mend=f"use {known}")

@@ -36,6 +36,12 @@ class Model:
     basis: str
     """How the KV size came about, for the report."""
 
+    @property
+    def doubles_at(self) -> int:
+        """Tokens into a context at which one more costs twice what the first did, since attention costs as much as the
+        weights."""
+        return round(self.active_params / (self.num_layers * self.attention_width))
+
     def prefill_flops(self, start: F64, tokens: F64) -> F64:
         """FLOPs to prefill `tokens` tokens after `start` cached ones: weights, and attention by position."""
         pairs = tokens * start + tokens * tokens / 2.0

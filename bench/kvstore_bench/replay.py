@@ -73,13 +73,13 @@ class Turn(NamedTuple):
 class Replayer:
     """Drives one machine with one tier of `capacity` blocks."""
 
-    def __init__(self, policy: str | EvictionPolicy, capacity: int, num_blocks: int) -> None:
+    def __init__(self, policy: str | EvictionPolicy, capacity: int, num_blocks: int, doubles_at: int = 0) -> None:
         size = capacity * SLOT_ALIGN
         make = (lambda t: make_policy(policy, t)) if isinstance(policy, str) else (lambda _: policy)
         tier = TierConfig(Tier.DRAM, size, make, segment_bytes=size)
         self.machine = Machine([tier], Limits(num_sessions=1 << 24, num_leases=1 << 20))
         self.hashes = [BlockHash(number.to_bytes(16, "little")) for number in range(num_blocks)]
-        self.machine.step(RegisterKeyspace(KEYSPACE, SLOT_ALIGN), 0)
+        self.machine.step(RegisterKeyspace(KEYSPACE, SLOT_ALIGN, doubles_at=doubles_at), 0)
         self._open: set[str] = set()
         self._request = 0
 
@@ -133,13 +133,14 @@ def replay_machine(
     capacity: int,
     *,
     signal_ends: bool = False,
+    doubles_at: int = 0,
     sample: Callable[[Machine, int], None] | None = None,
 ) -> Replayed:
     """Replay a whole trace. Partial last blocks are left out, since only full blocks are sealed.
 
-    `sample` is called after each request, with its number.
+    `doubles_at`: see `Share`. `sample` is called after each request, with its number.
     """
-    replayer = Replayer(policy, capacity, trace.num_blocks)
+    replayer = Replayer(policy, capacity, trace.num_blocks, doubles_at)
     table, full = replayer.hashes, trace.full_blocks().tolist()
     offsets, times, sessions = trace.offsets.tolist(), trace.times_ns.tolist(), trace.session.tolist()
     turns = list(_turns(trace, signal_ends))

@@ -24,6 +24,7 @@ from kvstore_bench.flat import bounds, classic
 from kvstore_bench.flat.learned import session_hits
 from kvstore_bench.flat.runs import leading_runs
 from kvstore_bench.losses import Lost, causes, lost
+from kvstore_bench.models import Model
 from kvstore_bench.points import Kept, Point, point_key, trace_digest
 from kvstore_bench.replay import replay_machine
 from kvstore_bench.traces.model import Trace
@@ -37,6 +38,8 @@ POLICIES = (
     "optimum",
     "session",
     "session+ends",
+    "session-time",
+    "session-time+ends",
     "leaf-lru",
     "lru",
     "fifo",
@@ -48,6 +51,8 @@ POLICIES = (
     "gdsf",
     "belady",
 )
+BY_TIME = ("session-time", "session-time+ends")
+"""`session` with blocks counted by the time to compute them; they need a model."""
 MACHINE = "machine:"
 MACHINE_POLICIES = tuple(MACHINE + name for name in CORE_POLICIES)
 
@@ -61,6 +66,14 @@ class Simulator:
 
     trace: Trace
     kept: Kept | None = None
+    model: Model | None = None
+
+    @property
+    def doubles_at(self) -> int:
+        """As in `Share`, for the model. Raises ValueError without one."""
+        if self.model is None:
+            raise ValueError("session-time counts computing time: name a model")
+        return -(-self.model.doubles_at // self.trace.block_tokens)
 
     @cached_property
     def digest(self) -> str:
@@ -86,7 +99,8 @@ class Simulator:
         """One policy at one capacity (in blocks), simulated unless it was kept."""
         if self.kept is None:
             return aside(lambda: self._simulate(policy, capacity))
-        key = point_key(self.digest, policy, capacity)
+        counted = f" {self.doubles_at}" if policy in BY_TIME else ""
+        key = point_key(self.digest, policy + counted, capacity)
         found = self.kept.find(key)
         if found is None:
             found = aside(lambda: self._simulate(policy, capacity))
@@ -95,8 +109,9 @@ class Simulator:
 
     def _simulate(self, policy: str, capacity: int) -> Point:
         begin = time.perf_counter()
-        if policy in ("session", "session+ends"):
-            runs = session_hits(self.trace, capacity, signal_ends=policy.endswith("+ends"))
+        if policy.startswith("session"):
+            doubles_at = self.doubles_at if policy in BY_TIME else 0
+            runs = session_hits(self.trace, capacity, signal_ends=policy.endswith("+ends"), doubles_at=doubles_at)
             found = int(runs.sum())
         elif policy in MACHINE_POLICIES:
             size = max(1, min(capacity, self.trace.num_blocks))  # larger holds no more, and costs tables
@@ -134,6 +149,14 @@ class Simulator:
         """Input tokens that the leading blocks stand for; a partial last block counts what it holds."""
         trace = self.trace
         return int(np.minimum(runs * trace.block_tokens, trace.input_tokens).sum())
+
+    def compute(self, runs: I64) -> float:
+        """Share of the prefill's FLOPs that the leading blocks save; the model must be known."""
+        assert self.model is not None
+        inputs = self.trace.input_tokens.astype(np.float64)
+        cached = np.minimum(runs * self.trace.block_tokens, inputs)
+        saved, whole = (float(self.model.prefill_flops(np.zeros_like(n), n).sum()) for n in (cached, inputs))
+        return saved / max(1.0, whole)
 
     def sweep(self, policies: list[str], capacities: list[int]) -> Iterator[Point]:
         """All points; policies that don't depend on capacity are simulated once."""

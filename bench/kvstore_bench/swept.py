@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def sweep_command(
     with finished_points(asked.resume) as kept:
         for path in traces:
             for trace in cases(path, asked):
-                swept = sweep_trace(trace, policies, capacities, asked.token_bytes, kept)
+                swept = sweep_trace(trace, policies, capacities, asked, kept)
                 print_points(swept)
                 rows += point_rows(swept)
                 if losses:
@@ -74,11 +75,11 @@ def sweep_command(
         html.write_text(page.render(), encoding="utf-8")
 
 
-def sweep_trace(trace: Trace, policies: list[str], capacities: list[str], token_bytes: int, kept: Kept | None) -> Swept:
+def sweep_trace(trace: Trace, policies: list[str], capacities: list[str], asked: Asked, kept: Kept | None) -> Swept:
     """All points of one trace, with a bar. A capacity named twice counts once."""
     names = list(dict.fromkeys(capacities))
-    sizes = [parse_capacity(text, trace.num_blocks, token_bytes * trace.block_tokens) for text in names]
-    simulator = Simulator(trace, kept)
+    sizes = [parse_capacity(text, trace.num_blocks, asked.token_bytes * trace.block_tokens) for text in names]
+    simulator = Simulator(trace, kept, asked.model)
     points = []
     with progress() as bar:
         task = bar.add_task(f"simulating {trace.name}", total=len(policies) * len(sizes))
@@ -97,28 +98,40 @@ def by_policy(swept: Swept) -> dict[str, list[Point]]:
 
 
 def point_rows(swept: Swept) -> list[Row]:
-    """Two figures a point."""
+    """Two figures a point, with a model three."""
     return [
         Row(f"{swept.trace.name}/{policy}/{name}/{what}", value, "share", note="from the resume file" if p.kept else "")
         for policy, points in by_policy(swept).items()
         for name, p in zip(swept.names, points, strict=True)
-        for what, value in (("tokens", p.tokens), ("blocks", p.blocks))
+        for what, value in _figures(swept, p)
     ]
+
+
+def _figures(swept: Swept, point: Point) -> Iterator[tuple[str, float]]:
+    yield "tokens", point.tokens
+    yield "blocks", point.blocks
+    if swept.simulator.model is not None:
+        yield "compute", swept.simulator.compute(point.runs)
 
 
 def print_points(swept: Swept) -> None:
     """Policies down, capacities across; tokens saved, and blocks hit in brackets."""
     trace = swept.trace
     out.print(f"{trace.name}: {describe(trace)}", markup=False, highlight=False)
-    table = Table(caption=caption("tokens saved (blocks hit)", swept.points))
-    table.add_column("policy")
+    model = swept.simulator.model
+    what = "tokens saved (blocks hit)" if model is None else f"tokens saved (FLOPs of {model.name}'s prefill saved)"
+    table = Table(caption=caption(what, swept.points))
+    table.add_column("policy", no_wrap=True)
     for name in swept.names:
         table.add_column(name, justify="right")
     table.add_column("M refs/s", justify="right")
     for policy, points in by_policy(swept).items():
         timed = [point.seconds for point in points if point.seconds > 0]
         rate = f"{trace.num_references / min(timed) / 1e6:.3g}" if timed else "-"
-        cells = (f"{p.tokens:.1%} ({p.blocks:.1%}){'*' if p.kept else ''}" for p in points)
+        cells = []
+        for p in points:
+            other = p.blocks if model is None else swept.simulator.compute(p.runs)
+            cells.append(f"{p.tokens:.1%} ({other:.1%}){'*' if p.kept else ''}")
         table.add_row(policy, *cells, rate)
     out.print(table)
 

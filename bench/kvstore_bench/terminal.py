@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from kvstore_bench.models import Model
 from kvstore_bench.rows import duration
 from kvstore_bench.traces.errors import TraceError
 from kvstore_bench.traces.load import load
@@ -37,8 +38,12 @@ class Asked:
     seeds: tuple[int, ...] = ()
     sessions: tuple[str, ...] = ("all",)
     resume: Path | None = None
-    token_bytes: int = 0
-    """KV bytes of a token; 0 where no model was named."""
+    model: Model | None = None
+
+    @property
+    def token_bytes(self) -> int:
+        """KV bytes of a token; 0 where no model was named."""
+        return self.model.kv_bytes_per_token if self.model is not None else 0
 
 
 def said(function: F) -> F:

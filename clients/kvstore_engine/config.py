@@ -72,6 +72,9 @@ class EngineConfig(BaseModel):
     tenant: str = "default"
     eviction: str = "session"
     """Victim order of the hbm tier."""
+    recompute_doubles_at: Annotated[int, Field(ge=0)] = 0
+    """Tokens into a context at which one more takes twice as long to compute as the first: blocks of the hbm tier then
+    count by the time they save. 0: all count alike."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000

@@ -275,7 +275,8 @@ class Engine:
     def _build(self) -> Scheduler:
         c = self.config
         executor = Executor(self.model, self.pool, c.max_batch, c.threads, c.attention, c.cuda_graphs)
-        table = HbmTable(self.pool, self.config.eviction, time.monotonic_ns)
+        doubles_at = -(-c.recompute_doubles_at // c.block_tokens)
+        table = HbmTable(self.pool, c.eviction, time.monotonic_ns, doubles_at=doubles_at)
         tokenizer, eos = self.model.tokenizer, self.model.eos_ids
         return Scheduler(self.config, executor, table, self._store, tokenizer, eos, time.monotonic_ns)
 

@@ -46,9 +46,11 @@ class Hold:
 
 
 class HbmTable:
-    """Bookkeeping of one pool. `clock` gives monotonic ns."""
+    """Bookkeeping of one pool. `clock` gives monotonic ns; `doubles_at`: see `Share`."""
 
-    def __init__(self, pool: KVPool, policy: str, clock: Clock, max_sessions: int = 100_000) -> None:
+    def __init__(
+        self, pool: KVPool, policy: str, clock: Clock, max_sessions: int = 100_000, doubles_at: int = 0
+    ) -> None:
         self._clock = clock
         self._keyspace = pool.keyspace
         self._stride = pool.stride
@@ -56,7 +58,7 @@ class HbmTable:
         size = pool.num_slots * pool.stride
         tier = TierConfig(HBM, size, lambda t: make_policy(policy, t), segment_bytes=size)
         self.machine = Machine([tier], Limits(num_sessions=max_sessions))
-        self._step(events.RegisterKeyspace(self._keyspace.id, pool.stride))
+        self._step(events.RegisterKeyspace(self._keyspace.id, pool.stride, doubles_at=doubles_at))
         self._holds: dict[LeaseId, Hold] = {}
         self._renewed_ns = clock()
 

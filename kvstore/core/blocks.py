@@ -30,6 +30,8 @@ class Share(NamedTuple):
     tenant: str
     size_class: int
     """Bytes of one slot."""
+    doubles_at: int = 0
+    """Depth, in blocks, at which a block takes twice as long to compute as a context's first; 0: all count alike."""
 
 
 class Residency:

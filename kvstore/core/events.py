@@ -30,6 +30,8 @@ class RegisterKeyspace:
     keyspace: KeyspaceId
     slot_bytes: int
     tenant: str = ""
+    doubles_at: int = 0
+    """See `Share`."""
 
 
 # ---- sessions

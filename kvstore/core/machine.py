@@ -171,7 +171,7 @@ class Machine:
 
 
 def _on_register(s: State, e: events.RegisterKeyspace, now_ns: int) -> None:
-    s.register(e.keyspace, e.slot_bytes, e.tenant)
+    s.register(e.keyspace, e.slot_bytes, e.tenant, e.doubles_at)
 
 
 def _on_recovered(s: State, e: events.Recovered, now_ns: int) -> None:

@@ -288,7 +288,7 @@ class State:
             raise UnknownKeyspace(f"keyspace_id: {keyspace.hex()[:16]} is not registered; call RegisterKeyspace first")
         return found
 
-    def register(self, keyspace: KeyspaceId, slot_bytes: int, tenant: str) -> Space:
+    def register(self, keyspace: KeyspaceId, slot_bytes: int, tenant: str, doubles_at: int) -> Space:
         found = self.spaces.get(keyspace)
         if found is not None:
             return found
@@ -297,7 +297,8 @@ class State:
             mend = "use fewer block_tokens or larger segments"
             raise InvalidField("slot_bytes", f"{slot_bytes} does not fit a segment of {smallest}", mend)
         limited = any(tenant in pool.quotas for pool in self.pools.values())
-        space = Space(keyspace, len(self.space_list), Share(tenant if limited else "", slot_bytes))
+        share = Share(tenant if limited else "", slot_bytes, doubles_at)
+        space = Space(keyspace, len(self.space_list), share)
         self.spaces[keyspace] = space
         self.space_list.append(space)
         return space

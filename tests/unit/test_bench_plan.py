@@ -38,6 +38,19 @@ def test_kv_bytes_per_token_follow_from_the_config(name: str, dtype: str, size: 
     assert load_model(name, dtype).kv_bytes_per_token == size
 
 
+@pytest.mark.parametrize("name", ["llama-3-8b", "deepseek-v3", "smollm2-135m"])
+def test_a_token_costs_twice_the_first_where_attention_costs_what_the_weights_do(name: str) -> None:
+    model = load_model(name)
+    start, one = np.array([0.0, float(model.doubles_at)]), np.array([1.0, 1.0])
+    first, deep = model.prefill_flops(start, one)
+    assert deep / first == pytest.approx(2.0, rel=1e-3)
+
+
+def test_counting_by_time_needs_a_model(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["compare", "--trace", str(TRACE), "--policy", "session-time"])
+    assert result.exit_code == 2 and "--model" in result.stderr
+
+
 def test_capacities_in_every_unit() -> None:
     assert parse_capacity("5%", 2000, 0) == 100
     assert parse_capacity("4096", 2000, 0) == 4096

@@ -7,6 +7,7 @@ import pytest
 
 from kvstore_bench.flat import bounds
 from kvstore_bench.flat.runs import leading_runs
+from kvstore_bench.models import load_model
 from kvstore_bench.replay import replay_machine
 from kvstore_bench.residency import residency_columns
 from kvstore_bench.sweep import Simulator
@@ -44,6 +45,13 @@ def test_the_services_own_policies_can_be_swept() -> None:
     flat, machine = (simulator.point(name, 300) for name in ("leaf-lru", "machine:leaf-lru"))
     assert machine.runs.tolist() == flat.runs.tolist() and machine.tokens == flat.tokens
     assert 0 < simulator.point("machine:tool-ttl", 300).tokens < simulator.point("infinite", 300).tokens
+
+
+def test_counting_by_time_saves_compute_at_the_price_of_tokens() -> None:
+    simulator = Simulator(growing_sessions(1), model=load_model("smollm2-135m"))
+    by_count, by_time = (simulator.point(name, 150) for name in ("session", "session-time"))
+    assert simulator.compute(by_time.runs) > simulator.compute(by_count.runs)
+    assert simulator.compute(simulator.trace.full_blocks()) == 1.0
 
 
 def test_residency_counts_every_block_of_a_full_tier() -> None:

@@ -39,9 +39,9 @@ def made_up(seed: int, num_requests: int = 600) -> Trace:
     return build("made up", requests, 64)
 
 
-def same(trace: Trace, capacity: int, ends: bool) -> bool:
-    found = replay_machine(trace, "session", capacity, signal_ends=ends).hits
-    return found.tolist() == session_hits(trace, capacity, signal_ends=ends).tolist()
+def same(trace: Trace, capacity: int, ends: bool, doubles_at: int = 0) -> bool:
+    found = replay_machine(trace, "session", capacity, signal_ends=ends, doubles_at=doubles_at).hits
+    return found.tolist() == session_hits(trace, capacity, signal_ends=ends, doubles_at=doubles_at).tolist()
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -50,6 +50,15 @@ def test_equal_hits_on_made_up_sessions(seed: int, ends: bool) -> None:
     trace = made_up(seed)
     for capacity in (10, 30, 120, 400):
         assert same(trace, capacity, ends)
+
+
+@pytest.mark.parametrize("doubles_at", [1, 20])
+def test_equal_hits_where_deep_blocks_count_more(doubles_at: int) -> None:
+    trace = made_up(5)
+    for capacity in (30, 120, 400):
+        assert same(trace, capacity, False, doubles_at)
+    by_count, by_time = (int(session_hits(trace, 120, doubles_at=at).sum()) for at in (0, doubles_at))
+    assert by_time != by_count
 
 
 @pytest.mark.parametrize("ends", [False, True])

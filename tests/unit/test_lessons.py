@@ -13,7 +13,7 @@ from kvstore.core.events import SignalKind
 from kvstore.core.eviction import learned
 from kvstore.core.keyspace import Keyspace
 from kvstore.core.state import Pool
-from kvstore.core.types import SessionId, Tier
+from kvstore.core.types import BlockHash, SessionId, Tier
 from kvstore.lessons import Learner
 from kvstore.runtime import Runtime
 from kvstore.testing.node import SMALL
@@ -42,9 +42,21 @@ def teach(node: Runtime) -> None:
     session = SessionId("a")
     node.session_event(events.OpenSession(session, KEYSPACE.id))
     dram_of(node).policy(node.machine.space(KEYSPACE.id).share)  # as the first block would
+    context = [BlockHash(bytes([number] * 16)) for number in range(4)]
     for _ in range(3):
+        node.acquire(events.Acquire(KEYSPACE.id, context, "engine", 10**9, session))
         node.session_event(events.Signal(session, SignalKind.TOOL_START, "bash", -1, 7))
         node.session_event(events.Signal(session, SignalKind.TURN_START, "", -1, -1))
+
+
+def test_the_depth_at_which_tokens_cost_twice_is_known_again_after_a_restart(tmp_path: Path) -> None:
+    config = SMALL | {"data_dir": tmp_path / "data", "socket": tmp_path / "kv.sock", "recompute_doubles_at": 33}
+    for life in range(2):
+        node = Runtime(ServiceConfig(**config))
+        if not life:
+            node.register(KEYSPACE.encode())
+        assert node.machine.space(KEYSPACE.id).share.doubles_at == 3  # blocks of 16 tokens
+        node.close()
 
 
 def dram_of(node: Runtime) -> Pool:

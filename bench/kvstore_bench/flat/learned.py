@@ -16,6 +16,8 @@ import numpy.typing as npt
 from numba import types
 from numba.typed import Dict
 
+from kvstore.core.blocks import Share
+from kvstore.core.eviction.worth import priced
 from kvstore_bench.flat.branches import (
     ENDED,
     LEFT,
@@ -102,6 +104,7 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
     capacity: int,
     signal_ends: bool,
     row_of: Any,
+    prices: I64,
 ) -> I64:
     num_requests = len(times)
     hits = np.zeros(num_requests, np.int64)
@@ -323,6 +326,8 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
                     value = left_index[branch[b]]
                 if users[b] >= 2:
                     value = add_logs(value, curves[user_class(users[b]), bin_of(now - arrival[b])])
+                if value != NO_INDEX:
+                    value += prices[depth[b]]
                 if value < best_worth or (value == best_worth and q < best_used):
                     best, best_worth, best_used = b, value, q
             b = best
@@ -373,8 +378,13 @@ def _simulate(  # noqa: PLR0915 - one compiled loop; splitting it would copy its
     return hits
 
 
-def session_hits(trace: Trace, capacity: int, *, signal_ends: bool = False) -> I64:
-    """[num_requests] leading full blocks found by each request, one tier of `capacity` blocks under `session`."""
+def session_hits(trace: Trace, capacity: int, *, signal_ends: bool = False, doubles_at: int = 0) -> I64:
+    """[num_requests] leading full blocks found by each request, one tier of `capacity` blocks under `session`.
+
+    `doubles_at`: as in `Share`.
+    """
+    share = Share("", 0, doubles_at)
+    prices = [priced(0, number, share) for number in range(int(trace.full_blocks().max(initial=0)) + 1)]
     tool = np.where(trace.stop == Stop.TOOL, trace.tool, -1).astype(np.int64)
     return _simulate(
         trace.ids,
@@ -391,4 +401,5 @@ def session_hits(trace: Trace, capacity: int, *, signal_ends: bool = False) -> I
         capacity,
         signal_ends,
         Dict.empty(types.int64, types.int64),
+        np.array(prices, np.int64),
     )

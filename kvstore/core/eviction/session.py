@@ -27,7 +27,7 @@ from kvstore.core.eviction.heap import BlockHeap
 from kvstore.core.eviction.left import ENDED, LEFT, Branch, LeftBranches
 from kvstore.core.eviction.resume import Key, ResumeModel, Wait
 from kvstore.core.eviction.shared import SharedPrefixes
-from kvstore.core.eviction.worth import NUM_CONTEXTS, SESSION_CONTEXT, Pace, contexts
+from kvstore.core.eviction.worth import NUM_CONTEXTS, SESSION_CONTEXT, Pace, contexts, priced
 from kvstore.core.sessions import Session
 from kvstore.core.types import Activity
 
@@ -125,7 +125,8 @@ class SessionActivity:
         return self._heap.first()
 
     def score(self, block: Block, now_ns: int) -> float:
-        """Expected tokens saved per token kept and second, at the best deadline; 0 for a block nobody holds."""
+        """Expected tokens saved per token kept and second, at the best deadline, those deep in a context for more
+        where the share says so; 0 for a block nobody holds."""
         worth = self._worth(block, now_ns)
         return 0.0 if worth == NO_INDEX else 2.0 ** (worth / INDEX_STEPS)
 
@@ -143,7 +144,7 @@ class SessionActivity:
             own = add_logs(wait.worth, wait.extra)
         else:
             own = self._promise(session, now_ns)
-        return own >= top[0][0]
+        return priced(own, session.num_blocks, top[1].share) >= top[0][0]
 
     def _promise(self, session: Session, now_ns: int) -> int:
         """Worth of the wait to come, over the ways in which waits begin after one like the last; worked out once a
@@ -283,7 +284,8 @@ class SessionActivity:
     def _worth(self, block: Block, now_ns: int) -> int:
         arrivals = self._shared.index(block, now_ns)
         own = self._own_worth(block)
-        return own if arrivals is None else add_logs(own, arrivals)
+        worth = own if arrivals is None else add_logs(own, arrivals)
+        return priced(worth, block.depth + 1, block.share)
 
     def _own_worth(self, block: Block) -> int:
         """By the session that holds it, or by having been left."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from math import log2
 
-from kvstore.core.blocks import Block
+from kvstore.core.blocks import Block, Share
+from kvstore.core.eviction.curve import INDEX_STEPS, NO_INDEX
 from kvstore.core.eviction.resume import Key
 from kvstore.core.sessions import Session
 from kvstore.core.types import Activity
@@ -106,3 +107,11 @@ def contexts(session: Session, pace: Pace, activity: Activity, now_ns: int) -> l
         (fine, count),
         (stop, session.tool, expected),
     ]
+
+
+def priced(worth: int, num_blocks: int, share: Share) -> int:
+    """The worth of a context's block number `num_blocks` (from 1 on), by the time it takes to compute again; as it is
+    where the share counts all blocks alike."""
+    if not share.doubles_at or worth == NO_INDEX:
+        return worth
+    return worth + round(INDEX_STEPS * log2(1.0 + num_blocks / share.doubles_at))
