@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvstore.core import events
+from kvstore.core.blocks import doubling_depth
 from kvstore.core.keyspace import Keyspace
 from kvstore.core.machine import Machine
 from kvstore.core.types import BlockHash, KeyspaceId, SessionId, Slot
@@ -47,7 +48,7 @@ def recover(
 
 def registration(keyspace: Keyspace, recompute_doubles_at: int) -> events.RegisterKeyspace:
     """`recompute_doubles_at`: in tokens, 0 when they all count alike."""
-    doubles_at = -(-recompute_doubles_at // keyspace.block_tokens)
+    doubles_at = doubling_depth(recompute_doubles_at, keyspace.block_tokens)
     return events.RegisterKeyspace(keyspace.id, keyspace.slot_bytes, keyspace.tenant, doubles_at)
 
 

@@ -19,6 +19,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.core.blocks import doubling_depth
 from kvstore.core.eviction import POLICIES as CORE_POLICIES
 from kvstore_bench.flat import bounds, classic
 from kvstore_bench.flat.learned import session_hits
@@ -73,7 +74,7 @@ class Simulator:
         """As in `Share`, for the model. Raises ValueError without one."""
         if self.model is None:
             raise ValueError("session-time counts computing time: name a model")
-        return -(-self.model.doubles_at // self.trace.block_tokens)
+        return doubling_depth(self.model.doubles_at, self.trace.block_tokens)
 
     @cached_property
     def digest(self) -> str:

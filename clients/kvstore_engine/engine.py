@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
+from kvstore.core.blocks import doubling_depth
 from kvstore.errors import InvalidField, KVStoreError, LimitExceeded, Unavailable
 from kvstore_engine.config import EngineConfig
 from kvstore_engine.counters import Counters
@@ -275,7 +276,7 @@ class Engine:
     def _build(self) -> Scheduler:
         c = self.config
         executor = Executor(self.model, self.pool, c.max_batch, c.threads, c.attention, c.cuda_graphs)
-        doubles_at = -(-c.recompute_doubles_at // c.block_tokens)
+        doubles_at = doubling_depth(c.recompute_doubles_at, c.block_tokens)
         table = HbmTable(self.pool, c.eviction, time.monotonic_ns, doubles_at=doubles_at)
         tokenizer, eos = self.model.tokenizer, self.model.eos_ids
         return Scheduler(self.config, executor, table, self._store, tokenizer, eos, time.monotonic_ns)

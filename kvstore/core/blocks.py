@@ -34,6 +34,11 @@ class Share(NamedTuple):
     """Depth, in blocks, at which a block takes twice as long to compute as a context's first; 0: all count alike."""
 
 
+def doubling_depth(tokens: int, block_tokens: int) -> int:
+    """`Share.doubles_at` for a depth in tokens; 0 stays 0."""
+    return -(-tokens // block_tokens)
+
+
 class Residency:
     """One copy of a block. `holds` counts running operations that read or write the slot."""
 

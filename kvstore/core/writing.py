@@ -386,14 +386,12 @@ def on_adopt(s: State, e: Adopt, now_ns: int) -> None:
         raise InvalidField("hash", f"{e.hash.hex()} doesn't continue the leased path", "adopt blocks in path order")
     there = block.residencies[e.tier]
     duplicate = there is not None
+    block.leases += 1  # first: it is no candidate while its reader goes on from it
     if there is None:
         unborrow(s, lease, e.slot)
         there = place(s, block, pool, e.slot, 0, now_ns)
         block.last_session = lease.session
-        block.leases += 1
         make_ready(s, block, pool, now_ns)
-    else:
-        block.leases += 1
     lease.block = block
     if parent is not None:
         parent.leases -= 1

@@ -134,11 +134,12 @@ class ResumeModel:
         for k in range(NUM_BINS):
             self._pool_changed(k)
 
-    def begin(self, owner: object, keys: list[Key], now_ns: int, alone: bool = False) -> Wait:
-        """A wait with these contexts (one key per context, in a fixed order) starts now."""
+    def begin(self, owner: object, keys: list[Key], now_ns: int, alone: bool, extra: int) -> Wait:
+        """A wait with these contexts (one key per context, in a fixed order) starts now. `extra`: what others' use of
+        its context is worth until it comes to another bin."""
         rows = [self._row(number, key) for number, key in enumerate(keys)]
         wait = Wait(owner, now_ns, rows, self._index(rows, 0))
-        wait.alone, wait.extra = alone, self._others.worth[0]
+        wait.alone, wait.extra = alone, extra
         self._arm(wait)
         return wait
 

@@ -211,8 +211,8 @@ class SessionActivity:
             counts[session.activity] = counts.get(session.activity, 0) + 1
         pace.stop, pace.length = session.activity, session.num_blocks
         keys = contexts(session, pace, session.activity, now_ns)
-        wait = self._waits[session] = self._model.begin(session, keys, now_ns, self._alone(session))
-        wait.extra = self._company(session)
+        alone, extra = self._alone(session), self._company(session)
+        self._waits[session] = self._model.begin(session, keys, now_ns, alone, extra)
 
     def _company(self, session: Session) -> int:
         """What others' use of a context is worth that is new: by what was seen of contexts whose session waits, or of
@@ -222,9 +222,7 @@ class SessionActivity:
     def _alone(self, session: Session) -> bool:
         """Has nobody else used the end of its context?"""
         tip = session.tip
-        if tip is None or tip.depth + 1 < session.num_blocks:
-            return session.num_blocks > 0
-        return tip not in self._shared
+        return tip is None or tip.depth + 1 < session.num_blocks or tip not in self._shared
 
     def _end(self, session: Session, now_ns: int) -> None:
         wait = self._waits.pop(session, None)
